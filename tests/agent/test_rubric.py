@@ -10,16 +10,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollout_server import Agent, Judge, ModelFailed, RewardResult, Rubric, Run, json_field, number_from, yes_or_no
+from rollout_server import (
+    Agent,
+    Judge,
+    ModelFailed,
+    RewardResult,
+    Rubric,
+    Run,
+    json_field,
+    number_from,
+    tool,
+    yes_or_no,
+)
 from rollout_server.core.message import Message
-from rollout_server.core.outcome import Category, Failure, Stop
+from rollout_server.core.outcome import Category, Failure, FailureClass, Stop
 from rollout_server.core.record import ModelCalled, Note
 from rollout_server.core.spec import Dialect, Target
 from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits, ModelReply
 from rollout_server.runtime.ports import CompletionRequest
 
-from tests.support.runtime_harness import FOREVER, RuntimeHarness, Say, outcome_of, wait
+from tests.support.runtime_harness import FOREVER, RuntimeHarness, Say, call, outcome_of, wait
 
 NewWorld = Callable[..., RuntimeHarness]
 METADATA = '{"ground_truth": "8", "level": 2}'
@@ -343,6 +354,34 @@ async def test_a_judge_that_fails_is_the_engines_failure_and_not_the_trainers(ne
     assert end.message.endswith("model 'judge', in turn 1: its endpoint at j:80 could not be reached")
     optional = Rubric([exact]).add(Judge(), 5, optional=True)
     assert (await rewarded(new_world, optional, models=Judging(broken))).reward == 1.0
+
+
+async def judged_in_a_task(run: Run) -> float:
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(run.model("judge").sample([{"role": "user", "content": "?"}]))
+    return float(asked.result().content or 0)
+
+
+@tool
+async def consult(run: Run) -> float:
+    """Asks a further model in a task."""
+    return await judged_in_a_task(run)
+
+
+@pytest.mark.parametrize("where", ["tool", "rubric", "reward"])
+async def test_a_judge_that_fails_in_a_task_of_a_group_is_the_engines_failure_too(
+    new_world: NewWorld, where: str
+) -> None:
+    """Otherwise the model would read an error that it cannot help, and the rollout would train."""
+    rubric = Rubric([judged_in_a_task] if where == "rubric" else [])
+    methods: dict[str, Any] = {"reward": lambda self, run: judged_in_a_task(run)} if where == "reward" else {}
+    broken = Failure(Category.NETWORK, "turn 1: the engine at j:80 could not be reached", 1)
+    world = new_world(graded(rubric, tools=(consult,), **methods), models=Judging(broken))
+    first = Say("Hm.", (call("consult"),)) if where == "tool" else Say("It is 8.")
+    end = (await outcome_of(world.start(first, Say("It is 8."), metadata_json=METADATA))).end
+    assert isinstance(end, Failure)
+    assert (end.category, end.failure_class) == (Category.ENGINE_SERVER, FailureClass.ENGINE)
+    assert end.message.endswith("model 'judge', in turn 1: its endpoint at j:80 could not be reached")
 
 
 async def test_a_judge_without_a_model_says_where_to_name_it(new_world: NewWorld) -> None:

@@ -10,9 +10,9 @@ import pytest
 from rollout_server import Agent, RewardResult, Run
 from rollout_server.core.error import Busy
 from rollout_server.core.message import Message
-from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop, segment_rewards
+from rollout_server.core.outcome import Cancellation, Category, Failure, FailureClass, Outcome, Stop, segment_rewards
 from rollout_server.core.spec import Dialect, Target
-from rollout_server.runtime.errors import RolloutEnded
+from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.groups.group import RolloutGroup
 from rollout_server.runtime.groups.state import GroupPlan, GroupResult
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits
@@ -251,6 +251,39 @@ async def test_a_call_that_a_thread_of_the_group_reward_waits_for_is_cancelled(
     group = harness(Threaded(), models=models).start_group(2)
     assert (await finished(group)).failed == 2
     assert models.ended == 1
+
+
+class Unreachable(Stuck):
+    """Further models that cannot be reached."""
+
+    async def complete(self, target: Target, request: CompletionRequest) -> ModelCompletion:
+        raise RolloutFailed(Failure(Category.NETWORK, "turn 1: the engine at j:80 could not be reached", 1))
+
+
+class InTasks(Short):
+    """Asks a further model in tasks of a group, or the model of the rollouts, which is not possible."""
+
+    def __init__(self, *, further: bool) -> None:
+        self.further = further
+
+    async def reward_group(self, runs: Sequence[Run]) -> list[RewardResult]:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                question = [{"role": "user", "content": "?"}]
+                group.create_task(run.model("judge").sample(question) if self.further else run.append(*question))
+        return []
+
+
+@pytest.mark.parametrize(("further", "failed_by"), [(True, FailureClass.ENGINE), (False, FailureClass.ENVIRONMENT)])
+async def test_what_a_task_of_the_group_reward_raises_is_the_failure(
+    harness: Callable[..., GroupHarness], further: bool, failed_by: FailureClass
+) -> None:
+    group = harness(InTasks(further=further), models=Unreachable()).start_group(2)
+    assert (await finished(group)).failed == 2
+    for outcome in outcomes(group):
+        assert isinstance(outcome.end, Failure)
+        assert outcome.end.failure_class is failed_by
+        assert "interrupted" not in outcome.end.message
 
 
 class Returning(Agent):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollout_server import Agent, Limits, Run, ToolError, tool
 from rollout_server.core.message import JSON, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
+from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.tools.executor import ToolExecutor
 
 from tests.support.jumping_loop import JumpingLoop
@@ -162,6 +163,37 @@ async def look_up(city: str) -> float:
 async def test_a_key_error_is_named_because_its_text_is_only_the_key() -> None:
     result = await ToolExecutor((look_up,)).run(call("look_up", city="Zürich"))
     assert result.content == "Error: KeyError: 'Zürich'"
+
+
+@tool
+async def search(places: list[str]) -> str:
+    """Looks in all places at the same time."""
+
+    async def look(place: str) -> None:
+        if place == "cellar":
+            raise ToolError("The cellar is locked")
+
+    async with asyncio.TaskGroup() as group:
+        for place in places:
+            group.create_task(look(place))
+    return "nothing"
+
+
+@tool(retries=2, idempotent=True)
+async def nested(places: list[str]) -> str:
+    """Looks within a group of groups."""
+    TRIED.append(places)
+    raise ExceptionGroup("outer", [ExceptionGroup("inner", [ToolError("The cellar is locked")]), ValueError("late")])
+
+
+TRIED: list[list[str]] = []
+
+
+@pytest.mark.parametrize("function", [search, nested])
+async def test_the_error_of_a_task_is_that_of_its_group(function: Tool) -> None:
+    result = await ToolExecutor((function,)).run(call(function.name, places=["attic", "cellar"]))
+    assert (result.content, result.failed) == ("Error: The cellar is locked", True)
+    assert len(TRIED) == (function is nested)  # a ToolError is not retried
 
 
 async def test_an_agent_without_tools_says_so() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.aio.source_location import authors_frames, raised_at, written_at
-from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutEnded, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutEnded, RolloutFailed, cause_of
 from rollout_server.runtime.run.messages import text_of
 from rollout_server.runtime.run.reward import as_list, score_number
 from rollout_server.runtime.run.run import Run
@@ -273,16 +273,23 @@ async def _group_scores(function: RewardFunction, runs: Sequence[Run]) -> Sequen
         return None
 
 
+async def _call(function: RewardFunction, arguments: Mapping[str, Any], run: Run) -> Any:
+    called = function.function
+    try:
+        if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
+            return await called(**arguments)
+        result = await run.run_in_thread(function.label, lambda: called(**arguments))
+        return await result if inspect.isawaitable(result) else result
+    except BaseExceptionGroup as group:  # of an author's TaskGroup
+        raise cause_of(group) from None
+
+
 async def _result(function: RewardFunction, arguments: Mapping[str, Any], run: Run) -> Any:
     """Call a function within its timeout. Raises `RewardFailed`, whose text has the function but not the exception's text."""
     timer = asyncio.timeout(function.timeout)
     try:
         async with timer:
-            called = function.function
-            if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
-                return await called(**arguments)
-            result = await run.run_in_thread(function.label, lambda: called(**arguments))
-            return await result if inspect.isawaitable(result) else result
+            return await _call(function, arguments, run)
     except RolloutFailed as failed:  # a further model that the function calls
         text = f"{function.label}: {failed.failure.message}"
         raise RewardFailed(replace(failed.failure, message=text)) from failed

@@ -73,5 +73,16 @@ class RolloutEnded(BaseException):
         self.end = end
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error that a group of errors stands for, such as one of an `asyncio.TaskGroup`; any other error as it is.
+
+    It is the first `RolloutEnded` or `RolloutFailed` in the group, otherwise its first error.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [cause_of(each) for each in error.exceptions]
+    return next((each for each in causes if isinstance(each, RolloutEnded | RolloutFailed)), causes[0])
+
+
 class AgentMistake(Exception):
     """The agent called a method that is not valid at this point, or passed invalid arguments."""

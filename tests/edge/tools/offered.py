@@ -63,6 +63,8 @@ def go_wrong(how: str) -> object:
             sys.exit(4)
         case "tool error":
             raise ToolError("closed today")
+        case "group":
+            raise ExceptionGroup("unhandled errors in a TaskGroup", [ToolError("closed today")])
         case "unwritable":
             return object()
         case "too large":

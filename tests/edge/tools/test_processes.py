@@ -113,6 +113,7 @@ ENDS = [
     ("system exit", "SystemExit: 4", "ended with SystemExit at "),
     ("key", "'key'", "ended with KeyError at "),
     ("tool error", "closed today", ""),
+    ("group", "closed today", ""),
     ("unwritable", "The result of go_wrong cannot be written: ", "returned a value that cannot be written as text"),
     ("crash", "The tool's process was killed by SIGSEGV", "ended with SIGSEGV"),
     ("exit", "The tool's process exited with status 3", "ended with exit status 3"),

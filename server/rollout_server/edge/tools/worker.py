@@ -20,7 +20,7 @@ from rollout_server.core.message import JSON
 from rollout_server.edge.tools.ipc_protocol import framed, read_blocking
 from rollout_server.edge.tools.supervisor import supervise
 from rollout_server.runtime.aio.source_location import raised_at
-from rollout_server.runtime.errors import AgentMistake, ArgumentError, ToolError
+from rollout_server.runtime.errors import AgentMistake, ArgumentError, ToolError, cause_of
 from rollout_server.runtime.tools.process_context import ProcessContext
 from rollout_server.runtime.tools.protocols import ServerRunTool, ToolContext, Unwritable
 
@@ -61,7 +61,7 @@ def _respond(module: ModuleType, call: Mapping[str, JSON]) -> bytes:
     except AgentMistake as error:  # such as modifying the copy of the state
         return framed({**own, **_failure(error), "text": f"tool {tool.name}: {error}"})
     except BaseException as error:  # the boundary to a tool author's code
-        return framed({**own, **_failure(error)})
+        return framed({**own, **_failure(cause_of(error))})
     try:
         return framed({**own, "content": content})
     except ValueError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
+from rollout_server.runtime.errors import RolloutEnded, RolloutFailed, cause_of
 from rollout_server.runtime.run.driver import await_cancelled, contain
 from rollout_server.runtime.run.reward import checked_reward
 from rollout_server.runtime.run.run import Run
@@ -45,12 +45,13 @@ async def group_rewards(
             checked_reward(merged(each, given), f"agent {agent.name!r}: reward_group")
             for each, given in zip(own, rewards, strict=True)
         ]
-    except (Exception, asyncio.CancelledError, RolloutEnded) as error:
+    except (Exception, BaseExceptionGroup, asyncio.CancelledError, RolloutEnded) as error:
         if not task.done():  # this server cancelled the work
             raise
         where = raised_at(error) or location
         _log.error("agent %s: reward_group() failed%s; group %s", agent.name, where, group_id, exc_info=error)
-        return error.failure if isinstance(error, RolloutFailed) else agent_failure("failed", group_id)
+        cause = cause_of(error)
+        return cause.failure if isinstance(cause, RolloutFailed) else agent_failure("failed", group_id)
     finally:
         waiting = [each for run in runs if isinstance(run, Run) for each in run.under_way]  # what threads wait for
         for each in (task, *waiting):

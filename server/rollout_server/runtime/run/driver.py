@@ -27,7 +27,7 @@ from rollout_server.runtime.aio.event_loop import first_done
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
 from rollout_server.runtime.capture.continuation import earlier_stop, go_on, goes_on
 from rollout_server.runtime.capture.endpoint import CapturePorts
-from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
+from rollout_server.runtime.errors import RolloutEnded, RolloutFailed, cause_of
 from rollout_server.runtime.models import FurtherModels
 from rollout_server.runtime.ports import Fork, OpenSampler
 from rollout_server.runtime.rollout import Rollout
@@ -372,10 +372,9 @@ def _time_over(rollout: Rollout, seconds: float) -> None:
 def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
     _log_failure(rollout, part, task)
     error = None if task.cancelled() else task.exception()
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, RolloutFailed):
-        return error.failure
+    cause = error and cause_of(error)
+    if isinstance(cause, RolloutFailed):
+        return cause.failure
     return _failure(rollout, f"agent's {part} failed", FailureClass.ENVIRONMENT)
 
 

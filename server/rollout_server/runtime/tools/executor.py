@@ -25,7 +25,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.event_loop import first_done
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.errors import ArgumentError, RolloutEnded, RolloutFailed, ToolError
+from rollout_server.runtime.errors import ArgumentError, RolloutEnded, RolloutFailed, ToolError, cause_of
 from rollout_server.runtime.ports import Content, Tool
 from rollout_server.runtime.programs import Programs
 from rollout_server.runtime.tools.policy import ToolPolicy
@@ -295,12 +295,19 @@ def _has_output_limit(tool: Tool | None) -> bool:
 async def _attempts(tool: ServerRunTool, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
     for attempt in range(tool.policy.retries):
         try:
-            return await tool.run_by(runner, arguments)
+            return await _attempt(tool, runner, arguments)
         except ToolError:
             raise
         except Exception:  # the last attempt, below, reports its error
             await asyncio.sleep(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
-    return await tool.run_by(runner, arguments)
+    return await _attempt(tool, runner, arguments)
+
+
+async def _attempt(tool: ServerRunTool, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
+    try:
+        return await tool.run_by(runner, arguments)
+    except BaseExceptionGroup as group:  # of an author's TaskGroup; the model and the rollout need the error in it
+        raise cause_of(group) from None
 
 
 def _error_text(error: BaseException) -> str:
