@@ -65,7 +65,9 @@ class HttpRequest:
     def host(self) -> str:
         """Host and port for messages. The rest of the URL may contain secrets."""
         parsed = URL(self.url, encoded=True)
-        return f"{parsed.host}:{parsed.port}"
+        # Not `host`, which decodes punycode and raises UnicodeError where it is malformed.
+        host = parsed.raw_host or ""
+        return f"[{host}]:{parsed.port}" if ":" in host else f"{host}:{parsed.port}"
 
 
 @dataclass(frozen=True, slots=True)

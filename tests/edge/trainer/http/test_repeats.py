@@ -75,12 +75,17 @@ async def test_an_unknown_host_is_not_reached(connect: Connect) -> None:
     assert TAKEN not in found.message
 
 
-@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".test"])
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".test", "xn--a", "a.xn--"])
 async def test_a_host_that_is_no_name_is_not_reached_either(connect: Connect, host: str) -> None:
     found = await failure(connect(HttpSettings(connect_attempts=1)), f"http://{host}:8081")
     assert found.category is Category.NETWORK
-    assert "could not be reached" in found.message
+    assert f"the trainer at {host}:8081 could not be reached" in found.message
     assert TAKEN not in found.message
+
+
+async def test_an_address_of_ipv6_has_brackets_in_messages(connect: Connect) -> None:
+    found = await failure(connect(HttpSettings(connect_attempts=1)), "http://[::1]:1")
+    assert "the trainer at [::1]:1 could not be reached" in found.message
 
 
 BROKEN: dict[str, Act] = {
