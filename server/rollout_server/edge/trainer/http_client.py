@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import re
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from rollout_server.runtime.ports import CompletionRequest
 
 _INFORMATIONAL = 16
 """Maximum number of 1xx responses before the final one."""
+_SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?")
+"""Seconds in Retry-After. The standard has whole ones only, but a server that sends 0.5 means half a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ def _retry_after(response: aiohttp.ClientResponse) -> float | None:
     if response.status not in (429, 503):
         return None
     text = response.headers.get("retry-after", "").strip()
-    if text.isascii() and text.isdigit():
+    if _SECONDS.fullmatch(text):
         return float(text[:9])
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())

@@ -46,7 +46,7 @@ def response_failure(response: HttpResponse, turn: int, secrets: Sequence[str]) 
     if response.retry_after is not None:
         message += f"; its Retry-After of {response.retry_after:g} s is more than the time that is left"
     elif status == 429:
-        message += "; it has no Retry-After in whole seconds or as a date, so the request is not sent again"
+        message += "; it has no Retry-After in seconds or as a date, so the request is not sent again"
     return Failure(category, f"turn {turn}: the trainer answered {status}{message}", turn, status, FailureClass.TRAINER)
 
 
