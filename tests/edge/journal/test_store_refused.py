@@ -246,24 +246,24 @@ async def test_a_damaged_rollout(written: Path, statement: str, text: str) -> No
     assert text in found
     advice, _, uid = found.rpartition(" ")
     assert advice.endswith(f". Please restore it from a backup, or remove this rollout: rollout journal drop {written}")
-    assert drop_rollouts(written, [uid, uid], None) == [uid]
+    assert drop_rollouts(written, [uid, uid]) == [uid]
     assert [rollout.start.uid for rollout in await stored(written)] == ["a"]
 
 
 async def test_what_cannot_be_dropped(written: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"has no rollout z$"):
-        drop_rollouts(written, ["a", "z"], None)
+        drop_rollouts(written, ["a", "z"])
     (written / "worker-1").mkdir()
     with pytest.raises(RuntimeError, match=r"has no rollout z; further workers .* of their own: \S+/worker-1$"):
-        drop_rollouts(written, ["z"], None)
+        drop_rollouts(written, ["z"])
     async with SqliteJournal(written) as journal:
         with pytest.raises(RuntimeError, match="is in use by another server"):
-            drop_rollouts(written, ["a"], None)
+            drop_rollouts(written, ["a"])
         assert len(await journal.load()) == 2
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(RuntimeError, match="has no journal"):
-        drop_rollouts(empty, ["a"], None)
+        drop_rollouts(empty, ["a"])
     assert not [*empty.iterdir()]
 
 
@@ -352,6 +352,21 @@ async def test_keys(written: Path) -> None:
     assert not key.exists()
     key.write_text(right)
     assert len(await stored(written)) == 2
+
+
+@pytest.mark.parametrize("key", [None, Fernet.generate_key(), b"short"], ids=["lost", "another", "none"])
+async def test_a_rollout_whose_key_is_lost_can_be_dropped(written: Path, key: bytes | None) -> None:
+    """Then nothing is left that needs the key."""
+    file = written / "key"
+    file.unlink()
+    if key is not None:
+        file.write_bytes(key)
+    for uid in "ab":
+        found = await (refused(written) if key is None else refused_load(written, Fernet.generate_key().decode()))
+        assert found.endswith(f"If the key is lost, remove this rollout: rollout journal drop {written} {uid}")
+        assert drop_rollouts(written, [uid]) == [uid]
+        assert (file.read_bytes() if file.exists() else None) == key
+    assert await stored(written, Fernet.generate_key().decode()) == []
 
 
 async def test_a_given_key_leaves_none_in_the_directory(directory: Path) -> None:

@@ -27,7 +27,9 @@ def drop(
     uids: Annotated[list[str], typer.Argument(metavar="UID...", help="Uids of the rollouts.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Remove rollouts that are damaged, so that a server starts with the others.
+    """Remove rollouts that cannot be read, so that a server starts with the others.
+
+    They are damaged, or the key of their credentials is lost; this needs no key.
 
     All of a rollout is removed: its callers receive no outcome, and a start that
     is repeated with its request id runs again. A group that loses a rollout is
@@ -39,11 +41,9 @@ def drop(
     server uses it. With --json: {"dropped": [UID, ...]}.
     """
     from rollout_server.edge.journal.dropping import drop_rollouts
-    from rollout_server.settings import load
 
     with report_errors("journal drop"):
-        key = load().journal_key
-        dropped = drop_rollouts(directory, uids, key.get_secret_value() if key is not None else None)
+        dropped = drop_rollouts(directory, uids)
     if as_json:
         typer.echo(json.dumps({"dropped": dropped}))
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from cryptography.fernet import Fernet
-from sqlalchemy import Connection, NullPool, create_engine, func, select
+from sqlalchemy import Connection, NullPool, create_engine, select
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from rollout_server.edge.journal.batch import Batch
@@ -217,8 +217,9 @@ class Database:
         if self._given_key is not None:
             return given_key(self._given_key)
         with connection.begin():
-            encrypted = connection.scalar(select(func.count(ROLLOUTS.c.credentials)))
-        return self._files.key(may_create=not encrypted)
+            encrypted = select(ROLLOUTS.c.uid).where(ROLLOUTS.c.credentials.is_not(None)).order_by(ROLLOUTS.c.number)
+            needed_by = connection.scalar(encrypted.limit(1))
+        return self._files.key(needed_by)
 
     def _check_identity(self, opened: _OpenDatabase) -> None:
         try:

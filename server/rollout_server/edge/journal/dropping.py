@@ -6,21 +6,24 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from cryptography.fernet import Fernet
+
 from rollout_server.edge.journal.database import Database
 from rollout_server.edge.journal.files import JournalDirectory
 from rollout_server.runtime.journal import JournalUnavailable, JournalUnusable, RolloutDropped
 
 
-def drop_rollouts(directory: Path, uids: Sequence[str], key: str | None) -> list[str]:
+def drop_rollouts(directory: Path, uids: Sequence[str]) -> list[str]:
     """Remove rollouts, all or none of them, and return their uids, each once.
 
-    `key`: the value of ROLLOUT_JOURNAL_KEY. Raises RuntimeError if the journal cannot be used, or has no such rollout.
+    Raises RuntimeError if the journal cannot be used, or has no such rollout.
     """
     files = JournalDirectory(directory)
     try:
         if not files.has_database:
             raise RuntimeError(f"{files.path} has no journal")
-        database = Database(files, key)
+        # Credentials are neither read nor written, so any key will do: rollouts whose key is lost can be removed, too.
+        database = Database(files, Fernet.generate_key().decode())
         database.open()
         with closing(database):
             numbers = database.numbers(uids)

@@ -6,6 +6,7 @@ Nothing that is already in the directory is ever overwritten or repaired: a jour
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -129,14 +130,18 @@ class JournalDirectory:
         """
         return tuple((found.st_dev, found.st_ino) for found in map(os.stat, self._open_files))
 
-    def key(self, *, may_create: bool) -> Fernet:
-        """Return the key from the directory, and create it if there is none yet. Raises `JournalUnusable`."""
+    def key(self, needed_by: str | None) -> Fernet:
+        """Return the key from the directory, and create it if there is none yet. Raises `JournalUnusable`.
+
+        `needed_by`: the uid of a rollout whose credentials are encrypted with it; None: there is none.
+        """
         path = self.path / _KEY
         if not path.exists():
-            if not may_create:
+            if needed_by is not None:
                 text = (
                     f"the key file {path} is gone, and {self.database} has credentials that are encrypted with it: put it "
-                    "back, or set ROLLOUT_JOURNAL_KEY to the key"
+                    "back, or set ROLLOUT_JOURNAL_KEY to the key. If the key is lost, "
+                    f"{remove_advice(self.path, needed_by)}"
                 )
                 raise JournalUnusable(text)
             self._create_key(path)
@@ -157,6 +162,11 @@ class JournalDirectory:
             file.flush()
             os.fsync(file.fileno())
         _rename(new, path)
+
+
+def remove_advice(directory: Path, uid: str) -> str:
+    """Return what to do about a rollout that cannot be read."""
+    return f"remove this rollout: {shlex.join(['rollout', 'journal', 'drop', str(directory), uid])}"
 
 
 RESTORE: Final = f"restore it from a backup, or move the directory away to start without its rollouts, {ELSEWHERE}"

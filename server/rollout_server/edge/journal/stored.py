@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any, Final
 from cryptography.fernet import Fernet, InvalidToken
 from sqlalchemy import Connection, Row, select
 
-from rollout_server.edge.journal.files import RESTORE
+from rollout_server.edge.journal.files import RESTORE, remove_advice
 from rollout_server.edge.journal.records import decode_entries
 from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, GROUPS, OUTCOMES, REFILLS, ROLLOUTS
 from rollout_server.edge.journal.starts import decode_credentials, decode_group, decode_start
@@ -82,7 +81,8 @@ class StoredReader:
         except InvalidToken:
             text = (
                 f"the credentials in {self.path} were encrypted with another key: set ROLLOUT_JOURNAL_KEY to the key with which "
-                "they were stored, or, if it was not set then, unset it and put the file `key` of the journal's directory back"
+                "they were stored, or, if it was not set then, unset it and put the file `key` of the journal's directory back. "
+                f"If the key is lost, {remove_advice(self.path.parent, row.uid)}"
             )
             raise JournalUnusable(text) from None
         except Exception as error:  # whatever the bytes of a damaged file make the decoder raise
@@ -108,8 +108,7 @@ class StoredReader:
 
     def _drop(self, uid: str) -> str:
         """Return what to do about a rollout that is damaged."""
-        command = shlex.join(["rollout", "journal", "drop", str(self.path.parent), uid])
-        return f"Please restore it from a backup, or remove this rollout: {command}"
+        return f"Please restore it from a backup, or {remove_advice(self.path.parent, uid)}"
 
 
 def _logs(connection: Connection, first: int, last: int) -> dict[int, list[Row[Any]]]:
