@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
+from rollout_gateway.rest import body
 from rollout_gateway.status import TOO_LARGE, Problem
 
 INVALID: Final = "INVALID_REQUEST"
@@ -41,6 +42,13 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         "DEADLINE_EXCEEDED": "retry; repeat a start with the same request id",
         "INTERNAL": "find the cause in the log by the request id",
         TOO_LARGE: "send or request less at once",
+    }
+)
+# Objects in whose place clients send a text, as the Python client may.
+_EXAMPLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        body.EndpointBody.__name__: '{"url": "http://localhost:9001"}',
+        body.Tokenizer.__name__: '{"name": "Qwen/Qwen3-8B"}',
     }
 )
 
@@ -75,8 +83,10 @@ def _content(problem: Problem, request_id: str) -> bytes:
 
 
 def _field(violation: Mapping[str, Any]) -> dict[str, str]:
-    # pydantic's own text names a class of this package.
-    text = "Input should be a JSON object" if violation["type"] == "model_type" else violation["msg"]
+    text = violation["msg"]
+    if violation["type"] == "model_type":  # pydantic's own text names a class of this package
+        shown = _EXAMPLES.get(violation["ctx"]["class_name"])
+        text = "Input should be a JSON object" + (f", such as {shown}" if shown else "")
     return {"field": field_path(violation["loc"])[:_MAX_FIELD], "message": text}
 
 

@@ -259,9 +259,18 @@ async def test_an_unknown_key_is_told_where_it_belongs(
     assert {each["field"]: each["message"] for each in found} == missing | messages
 
 
-async def test_a_text_in_place_of_an_object(plain: Plain) -> None:
-    reply = await plain.start({**BODY, "completions": "http://t"})
-    expected = {"field": "completions", "message": "Input should be a JSON object"}
+@pytest.mark.parametrize(
+    ("part", "place", "example"),
+    [
+        ({"completions": "http://t"}, "completions", ', such as {"url": "http://localhost:9001"}'),
+        ({"models": {"judge": "http://t"}}, "models.judge", ', such as {"url": "http://localhost:9001"}'),
+        ({"tokenizer": "toy"}, "tokenizer", ', such as {"name": "Qwen/Qwen3-8B"}'),
+        ({"limits": "8"}, "limits", ""),
+    ],
+)
+async def test_a_text_in_place_of_an_object(plain: Plain, part: dict[str, Any], place: str, example: str) -> None:
+    reply = await plain.start(BODY | part)
+    expected = {"field": place, "message": f"Input should be a JSON object{example}"}
     assert reply.json()["error"]["fields"] == [expected]
 
 
