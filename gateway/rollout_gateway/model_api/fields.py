@@ -16,6 +16,10 @@ Object = Mapping[str, Any]
 MAX_WORD: Final = 256
 _MAX_UINT32: Final = 2**32 - 1
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+#: Types of tools that clients run and that have no schema: Anthropic's, which end with a date, and those of the responses API.
+_BUILT_IN: Final = re.compile(
+    r"(bash|text_editor|computer|memory)_[0-9]{8}|computer(_use_preview)?|local_shell|apply_patch"
+)
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "an integer"}
 
 
@@ -100,6 +104,18 @@ def image(place: str, url: Any) -> Object:
     if not isinstance(url, str) or not url.startswith("data:"):
         raise InvalidCall(place, "images must be inline, with a data: URL; files and other URLs are not read")
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def hosted_tool(place: str, kind: str) -> str:
+    """Return the type of a tool that the API's provider runs. Raises InvalidCall for one that the client runs itself.
+
+    The provider's models have learned how to call such a tool, and the call has no schema that another model could be shown.
+    """
+    if _BUILT_IN.fullmatch(kind):
+        raise InvalidCall(
+            f"{place}.type", f"only the provider's models know how to call {kind}; offer a function instead"
+        )
+    return kind
 
 
 def tool(place: str, values: Object, schema_key: str = "parameters", name: str = "") -> Tool:

@@ -119,7 +119,8 @@ def _tools(body: Object, loaded: set[str]) -> tuple[list[Tool], list[str]]:
     tools, hosted = [], []
     for place, each in fields.items(body, "tools"):
         if each.get("type", "custom") != "custom":
-            hosted.append(str(each.get("name") or each["type"]))
+            kind = fields.hosted_tool(place, str(each["type"]))
+            hosted.append(str(each.get("name") or kind))
         elif not each.get("defer_loading") or fields.need(each, "name", str, place) in loaded:
             tools.append(fields.tool(place, each, "input_schema"))
     return tools, hosted

@@ -135,7 +135,7 @@ def _tools(body: Object) -> Tools:
             case "custom":
                 raise InvalidCall(place, "custom tools are not supported; offer a function")
             case other:
-                hosted.append(other)
+                hosted.append(fields.hosted_tool(place, other))
     return tools, hosted, namespaced
 
 
