@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -194,6 +195,25 @@ async def test_one_damaged_rollout_hides_no_others(recorded: Recorded, open_save
     assert (count, [uid in text for text in reports]) == (3, [True])
     with pytest.raises(Unreadable):
         await document_of(client, [uid])
+
+
+def test_what_is_damaged_in_a_copy_is_named_as_in_the_journal(recorded: Recorded, tmp_path: Path) -> None:
+    killed, uid = tmp_path / "killed", recorded.rollouts[0]["uid"]
+    with sqlite3.connect(recorded.journal / "journal.sqlite3") as connection:
+        connection.execute("UPDATE entries SET payload = x'00' WHERE rollout = 1")
+        connection.commit()
+        shutil.copytree(recorded.journal, killed)  # SQLite's log has the change
+    connection.close()
+    saved = SavedJournal(killed)
+    damaged = saved.open()[0]
+    with pytest.raises(Unreadable) as caught:
+        damaged.read()
+    saved.close()
+    assert str(caught.value).startswith(f"{killed / 'journal.sqlite3'} is damaged: rollout {uid}")
+    assert str(caught.value).endswith(f"remove this rollout: rollout journal drop {killed} {uid}")
+    (killed / "journal.sqlite3").write_bytes(b"not a database")
+    with pytest.raises(Unreadable, match=re.escape(f"{killed / 'journal.sqlite3'} cannot be read")):
+        SavedJournal(killed).open()
 
 
 async def test_a_server_that_starts_meanwhile_is_noticed(

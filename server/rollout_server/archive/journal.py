@@ -50,7 +50,8 @@ class SavedJournal:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._database = directory / DATABASE
+        self._named = directory / DATABASE  # in messages, also of a copy
+        self._database = self._named
         self._copies: TemporaryDirectory[str] | None = None
         # One engine for all reads, because it keeps the compiled statements.
         self._engine = _engine(lambda: self._database, "mode=ro&immutable=1")
@@ -84,7 +85,7 @@ class SavedJournal:
                 yield connection
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             self._check_unchanged()
-            raise Unreadable(f"{self._database} cannot be read ({getattr(error, 'orig', None) or error})") from error
+            raise Unreadable(f"{self._named} cannot be read ({getattr(error, 'orig', None) or error})") from error
         self._check_unchanged()
 
     def read(self, number: int) -> StoredRollout:
@@ -94,7 +95,7 @@ class SavedJournal:
         except JournalUnusable as error:
             raise Unreadable(str(error)) from error
         if found is None:
-            raise Unreadable(f"{self._database} has no rollout {number} any more")
+            raise Unreadable(f"{self._named} has no rollout {number} any more")
         return found
 
     def read_next(self, number: int) -> StoredRollout:
@@ -111,7 +112,7 @@ class SavedJournal:
 
     def _stored(self, first: int, last: int) -> dict[int, StoredRollout]:
         with self.connection() as connection:
-            return dict(StoredReader(self._database, None).rollouts(connection, (first, last)))
+            return dict(StoredReader(self._named, None).rollouts(connection, (first, last)))
 
     def _version(self) -> int:
         """Return the version of the tables. Raises `Unreadable` unless it is a journal of this server or an older one."""
@@ -119,12 +120,10 @@ class SavedJournal:
             pragmas = ("application_id", "user_version")
             kind, version = (int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()) for name in pragmas)
         if kind != APPLICATION_ID or version < 1:
-            raise Unreadable(f"{self._database} is an SQLite database, but not a journal of this server")
+            raise Unreadable(f"{self._named} is an SQLite database, but not a journal of this server")
         if version > latest_version():
             text = f"it has version {version}, and this program knows versions up to {latest_version()}"
-            raise Unreadable(
-                f"{self._database} was written by a newer server: {text}. Use `rollout view` of that server"
-            )
+            raise Unreadable(f"{self._named} was written by a newer server: {text}. Use `rollout view` of that server")
         return version
 
     def _copy(self) -> None:
@@ -158,7 +157,7 @@ class SavedJournal:
         try:
             return tuple(_stat(f"{self._database}{ending}") for ending in ("", _WAL))
         except OSError as error:
-            raise Unreadable(f"the journal {self._database} cannot be read: {error.strerror}") from error
+            raise Unreadable(f"the journal {self._named} cannot be read: {error.strerror}") from error
 
     def _check_unchanged(self) -> None:
         """Raise `Unreadable` if a server has opened the journal since `open`, so what was read may not be consistent."""
