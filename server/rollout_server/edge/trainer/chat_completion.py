@@ -27,12 +27,13 @@ from rollout_server.runtime.ports import CompletionRequest
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+_FinishReason = Annotated[str, msgspec.Meta(max_length=256)]
 NULL = msgspec.Raw(b"null")
 
 
 class _ChatChoice(msgspec.Struct):
     message: msgspec.Raw = NULL
-    finish_reason: str | None = None
+    finish_reason: _FinishReason | None = None
 
 
 class _ChatBody(msgspec.Struct):

@@ -68,6 +68,7 @@ def test_the_largest_id_is_one(field: str) -> None:
             "tool_calls[0].function.arguments",
         ),
         (("choices", 0, "finish_reason"), "1", "finish_reason"),
+        (("choices", 0, "finish_reason"), f'"{"x" * 257}"', "finish_reason"),
         (("token_ids",), "null", "`token_ids` is missing"),
         (("token_ids",), '"1,2"', "token_ids"),
         (("prompt_token_ids",), "{}", "prompt_token_ids"),
