@@ -21,6 +21,7 @@ from rollout_server.core.message import JSON, MalformedMessage, Message, parse_o
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.segment import Plane
 from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.aborted_parts import ABORTED
 from rollout_server.edge.trainer.response_limits import check_message, class_of_response_error, decode_response
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest
@@ -168,7 +169,7 @@ def parse_chat_completion(
 ) -> ChatCompletion:
     """Parse and check a completion. `known`: the prompt with which its prompt probably begins.
 
-    Raises `RolloutFailed` (VALIDATION) with the turn and the field.
+    Raises `RolloutFailed`: VALIDATION with the turn and the field, or TRAINER_SERVER for a completion that was aborted.
     """
     try:
         parsed = decode_response(_decoder, body)
@@ -188,6 +189,8 @@ def parse_chat_completion(
         message, calls = read_message(choice.message, most_calls)
     except MalformedMessage as error:
         raise _malformed(turn, f"`choices[0].message`: {error}", error) from None
+    if choice.finish_reason == ABORTED:
+        raise _aborted(turn)
     return ChatCompletion(
         message=message,
         tool_calls=calls,
@@ -274,6 +277,15 @@ def _logprobs(raw: msgspec.Raw, length: int) -> Logprobs | None:
         return None
     packed = pack_logprobs(values)
     return packed if len(packed) == length and all(map(isfinite, packed)) else None
+
+
+def _aborted(turn: int) -> RolloutFailed:
+    """Return the failure of a turn with a part of a completion: only gRPC can request the rest of it (docs/masks.md)."""
+    text = (
+        f"turn {turn}: the trainer aborted the completion (finish_reason '{ABORTED}'), and its HTTP API cannot resume it: return a "
+        "whole completion, or 503 with Retry-After"
+    )
+    return RolloutFailed(Failure(Category.TRAINER_SERVER, text, turn, source=FailureClass.TRAINER))
 
 
 def _malformed(turn: int, what: str, error: MalformedMessage | None = None) -> RolloutFailed:

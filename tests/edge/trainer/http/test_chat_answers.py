@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from rollout_server.core.ledger import MAX_TOKEN_ID
-from rollout_server.core.outcome import Category
+from rollout_server.core.outcome import Category, FailureClass
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 
 from tests.edge.trainer.http.answers import GOOD, check, with_text
 from tests.edge.trainer.http.asking import Asking
@@ -169,3 +170,16 @@ async def test_a_large_answer_is_read_and_a_large_wrong_one_refused(trainers: Ma
         failure = await Asking(trainers, trainer.url).failure()
         assert failure.category is Category.VALIDATION
         assert "token_ids[" in failure.message
+
+
+@pytest.mark.parametrize("masked", [True, False])
+async def test_a_part_of_a_completion_trains_nothing(
+    trainers: MaskedTrainers, plain: PlainTrainers, masked: bool
+) -> None:
+    """The HTTP APIs cannot request the rest, and the model did not end there."""
+    part = with_text(("choices", 0, "finish_reason"), '"abort"')
+    async with raw_trainer(answer(part)) as trainer:
+        failure = await Asking(trainers if masked else plain, trainer.url).failure()
+    assert (failure.category, failure.failure_class) == (Category.TRAINER_SERVER, FailureClass.TRAINER)
+    assert "turn 1: the trainer aborted the completion" in failure.message
+    assert len(trainer.requests) == 1
