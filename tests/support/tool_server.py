@@ -61,12 +61,12 @@ async def slow() -> str:
 
 @tool
 async def wait_for(file: str, run: ToolContext) -> str:
-    """Wait until a file exists. Each call leaves a line in FILE.begun."""
+    """Wait until a file has a text, and return it. Each call leaves a line in FILE.begun."""
     with open(f"{file}.begun", "a") as begun:
         begun.write(f"{run.uid}\\n")
-    while not Path(file).exists():
+    while not (Path(file).exists() and (text := Path(file).read_text())):
         await asyncio.sleep(0.01)
-    return Path(file).read_text()
+    return text
 
 
 @tool
