@@ -376,7 +376,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "a cut answer is not closed",
             "completion_end",
-            "Prediction(_closing(loaded, found, stop, last), ids)",
+            "Prediction(closing, ids)",
             "Prediction(pack_tokens(), ids)",
         ),
     ),
@@ -386,7 +386,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
             "an answer is closed twice",
             "completion_end",
             "PredictedTokens(Prediction(pack_tokens(), ids))",
-            "PredictedTokens(Prediction(_closing(loaded, found, stop, last), ids))",
+            "PredictedTokens(Prediction(pack_tokens([stop.id]), ids))",
         ),
     ),
     (

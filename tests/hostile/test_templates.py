@@ -224,7 +224,7 @@ class Planted:
         if self._fault == "forgets the history" and asked > 1:
             split = oracle.split(texts[asked - 1 :], 1)
         ids = None if last.token_ids is None or self._fault == "never closes" else list(last.token_ids)
-        truth = oracle.truth(split, ids, cut=last.finish_reason == "length")
+        truth = oracle.truth(split, ids, cut=last.finish_reason == "length", message=last.message.fields())
         too_much = self._fault == "says too much"
         if isinstance(truth, Undecidable):
             return Prediction(pack_tokens(), pack_tokens([1])) if too_much else None

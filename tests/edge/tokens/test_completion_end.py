@@ -8,7 +8,7 @@ from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.edge.tokens.conftest import answered, packed
+from tests.edge.tokens.conftest import answered, call, packed
 from tests.edge.tokens.test_append import ASKED, CHATML, MORE, SAID
 from tests.support.tokenizers import tokenizer_of
 
@@ -16,6 +16,14 @@ NEXT = f"\n<|im_start|>user\n{MORE['content']}"
 TWICE = CHATML.replace("<|im_end|>\n", "<|im_end|><|endoftext|>\n")
 AGAIN = CHATML.replace("<|im_end|>\n", "<|im_end|>\n<|im_end|>\n")
 SPACED = CHATML.replace("<|im_end|>\n", "\n\n<|im_end|>\n")
+ANSWER = CHATML.replace("<|im_end|>\n", "</answer><|im_end|>\n")
+TWO_TOKENS = CHATML.replace("<|im_end|>\n", "<|endoftext|><|im_end|>\n")
+THOUGHT = CHATML.replace(
+    "~ message.content",
+    "~ ('<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' if message.reasoning_content else '') ~ message.content",
+)
+DROPPED = THOUGHT.replace("if message.reasoning_content", "if message.reasoning_content and loop.last")
+OPENED = "<|im_start|>assistant\n<think>\n"
 LINES = (  # the token that begins the next message ends the completion, on a line of its own
     "{%- for message in messages -%}{{- '<|im_start|>' if message.role == 'user' else '<|endoftext|>' -}}"
     "{{- message.role ~ ': ' ~ message.content ~ '\n' -}}{%- endfor -%}"
@@ -154,7 +162,7 @@ async def test_a_special_token_that_ends_nothing_behind_the_stop_is_reported(exe
         ("Eight. ", "\n\n<|im_end|>"),
         ("Eight.\n\n\n", "<|im_end|>"),
         ("Nine.", "<|im_end|>"),
-        ("", "<|im_end|>"),
+        ("", "Eight.\n\n<|im_end|>"),
     ],
 )
 async def test_white_space_before_the_stop_token_closes_a_completion_that_was_cut(
@@ -202,3 +210,135 @@ async def test_white_space_before_a_token_that_begins_the_next_message(
     found = await rendered(loaded, naive.ids(written), finish_reason=finish_reason)
     assert found.exact
     assert list(found.predicted.closing) == naive.ids(closing)
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "missing"),
+    [
+        pytest.param(ANSWER, "Eight.", "</answer><|im_end|>", id="a text"),
+        pytest.param(ANSWER, "Eight.</ans", "wer><|im_end|>", id="the rest of a text"),
+        pytest.param(ANSWER, "Eight.</answer>", "<|im_end|>", id="nothing of a text"),
+        pytest.param(ANSWER, "<think>So.</think>Eight.", "</answer><|im_end|>", id="behind reasoning that is dropped"),
+        pytest.param(ANSWER, "<think>So.</think>Eight.</ans", "wer><|im_end|>", id="the rest, behind reasoning"),
+        pytest.param(ANSWER, "Eight. \n", "</answer><|im_end|>", id="behind other white space"),
+        pytest.param(TWO_TOKENS, "Eight.", "<|endoftext|><|im_end|>", id="a token"),
+        pytest.param(SPACED.replace("<|im_end|>", "</a>\n<|im_end|>"), "Eight.\n", "\n</a>\n<|im_end|>", id="lines"),
+    ],
+)
+async def test_text_before_the_stop_token_closes_a_completion_that_was_cut(
+    ours, plain, template, written, missing
+) -> None:
+    """The next prompt is what the template renders, and what the model has written is not written twice."""
+    naive, loaded = plain("toy"), ours("toy", template)
+    found = await rendered(loaded, naive.ids(written), finish_reason="length")
+    assert found.exact
+    assert list(found.predicted.closing) == naive.ids(missing)
+    whole = loaded.text([ASKED, SAID, MORE], Renderer(loaded, [], {})._frame)
+    behind = whole.partition(SAID["content"])[2]
+    shown = naive.tokenizer.decode([*found.predicted.closing, *found.predicted.environment])
+    assert behind.endswith(shown)
+
+
+async def test_a_text_that_a_message_ends_with_is_not_the_templates(ours, plain) -> None:
+    """The model has written the template's text, but it is in the message, so the template writes all of its own behind it."""
+    naive, said = plain("toy"), {**SAID, "content": "Eight.</answer></answer>"}
+    for written in ("", "<think>So.</think>"):
+        found = await rendered(ours("toy", ANSWER), naive.ids(written + said["content"]), said, "length")
+        assert found.exact
+        assert list(found.predicted.closing) == naive.ids("</answer><|im_end|>")
+
+
+@pytest.mark.parametrize("written", ["Eight.", "Eight.</ans"])
+async def test_a_completion_that_was_not_cut_gets_no_text(ours, plain, written) -> None:
+    found = await rendered(ours("toy", ANSWER), plain("toy").ids(written))
+    assert found.exact
+    assert list(found.predicted.closing) == plain("toy").ids("<|im_end|>")
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+async def test_a_completion_with_another_end_token_gets_no_text(executor, plain, end) -> None:
+    """Even if it was cut right behind it."""
+    naive = plain("toy")
+    loaded = LoadedTokenizer("toy", tokenizer_of(TOY_TOKENIZER, ANSWER), executor, naive.ids("<|endoftext|>"))
+    found = await rendered(loaded, naive.ids(f"Eight.{end}"), finish_reason="length")
+    assert found.exact
+    assert not found.predicted.closing
+
+
+@pytest.mark.parametrize("written", ["Nine.", "t", "assistant", "<think>So."])
+async def test_a_cut_completion_that_is_not_what_the_template_shows_is_reported(ours, plain, written) -> None:
+    """Its tokens do not end like the message, so what they lack is unknown."""
+    found = await rendered(ours("toy", ANSWER), plain("toy").ids(written), finish_reason="length")
+    assert not found.exact
+    assert list(found.predicted.closing) == plain("toy").ids("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "missing"),
+    [
+        (THOUGHT, "<think>\nSo.", "\n</think>\n\n<|im_end|>"),
+        (THOUGHT, "<think>So.", "\n</think>\n\n<|im_end|>"),
+        (THOUGHT, "<think>\nSo.\n</think>", "\n\n<|im_end|>"),
+        (DROPPED, "<think>\nSo.", "<|im_end|>"),
+        (DROPPED, "<think>\nSo.\n</think>", "<|im_end|>"),
+        (DROPPED, "assistant", "<|im_end|>"),
+        (THOUGHT.replace(OPENED.removesuffix("<think>\n"), OPENED), "So", ".\n</think>\n\n<|im_end|>"),
+        (THOUGHT.replace(OPENED.removesuffix("<think>\n"), OPENED), "So.\n", "</think>\n\n<|im_end|>"),
+        (DROPPED.replace(OPENED.removesuffix("<think>\n"), OPENED), "So.", "<|im_end|>"),
+    ],
+)
+async def test_reasoning_that_was_cut_is_closed_if_the_template_keeps_it(
+    ours, plain, template, written, missing
+) -> None:
+    """If the template drops the reasoning, it does not write its end either."""
+    said = {"role": "assistant", "content": "", "reasoning_content": "So."}
+    found = await rendered(ours("toy", template), plain("toy").ids(written), said, "length")
+    assert found.exact
+    assert list(found.predicted.closing) == plain("toy").ids(missing)
+
+
+async def test_an_empty_completion_gets_all_that_the_template_writes_for_it(ours, plain) -> None:
+    """Also without a prompt in front of it that the rendering has: then it gets what stands behind the empty content."""
+    said = {**SAID, "content": ""}
+    found = await rendered(ours("toy", ANSWER), [], said, "length")
+    assert found.exact
+    assert list(found.predicted.closing) == plain("toy").ids("</answer><|im_end|>")
+
+
+CALLS = (
+    "{%- for message in messages -%}{{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content -}}"
+    "{%- for call in message.tool_calls or [] -%}{{- '<tool_call>\n' ~ call.function.arguments ~ '\n</tool_call>' -}}{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "missing", "exact"),
+    [
+        ('<tool_call>\n{"a": 5}', "\n</tool_call><|im_end|>", True),
+        ('<tool_call>\n{"a": 5}\n</tool_call>', "<|im_end|>", True),
+        ('<tool_call>\n{"a":5}', "<|im_end|>", False),
+        ('<tool_call>\n{"a":  5}\n</tool_call>', "<|im_end|>", True),
+    ],
+)
+async def test_tool_calls_that_were_cut_are_closed_if_the_template_spells_them_like_the_model(
+    ours, plain, written, missing, exact
+) -> None:
+    """Otherwise what they lack is unknown, unless they end like the rendering."""
+    said = {"role": "assistant", "content": "", "tool_calls": [call('{"a": 5}')]}
+    result = {"role": "tool", "content": "5", "tool_call_id": "a1b2c3d4e"}
+    loaded, naive = ours("toy", CALLS), plain("toy")
+    turn = packed(ASKED, said, result), answered(said, naive.ids(written), "length"), 1
+    for found in (await Renderer(loaded, [], {}).append(*turn), await Renderer(loaded, [], {}).predict(*turn)):
+        assert (list(found.predicted.closing), found.exact) == (naive.ids(missing), exact)
+
+
+async def test_what_a_cut_completion_lacks_is_taken_from_the_whole_conversation(ours, plain) -> None:
+    """The template numbers the answers. No comparison of earlier turns shows that, because their completions lacked nothing."""
+    loaded, naive = ours("toy", ANSWER.replace("'</answer>", "'</answer ' ~ loop.index ~ '>")), plain("toy")
+    messages, renderer = [ASKED], Renderer(loaded, [], {})
+    for index in range(2, 20, 2):
+        messages += [SAID, MORE]
+        reason, ids = ("length", naive.ids("Eight.")) if index == 18 else ("stop", naive.ids("Eight.<|im_end|>"))
+        found = await renderer.append(packed(*messages), answered(SAID, ids, reason), index - 1)
+    assert list(found.predicted.closing) == naive.ids("</answer 18><|im_end|>")

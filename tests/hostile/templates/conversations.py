@@ -78,6 +78,7 @@ _PIECES: Final = (
         "<|endoftext|>",
     ),
     *("<|call_end|>", "<|calls_end|>", "<|call|>", "[/INST]", "<think>", "</think>", "<tool_call>", "</tool_response>"),
+    *("</answer>", "</answer"),
     *(
         "{{ messages }}",
         "{% raw %}",

@@ -1,7 +1,7 @@
 """Random chat templates, composed of traits of real ones, each with a twin that marks where completions begin and end.
 
-The twin renders the same text with three marks per assistant message: the start of its own text, the start of its stop
-token and the end of its stop token. The generator of a template knows these places, so the twin determines exactly what
+The twin renders the same text with four marks per assistant message: the start and the end of its own text, the start of its
+stop token and the end of its stop token. The generator of a template knows these places, so the twin determines exactly what
 follows a completion.
 """
 
@@ -17,9 +17,10 @@ from typing import Any, Final, Literal, TypeAlias
 from tests.hostile.templates.framing import FRAMINGS, Framing
 from tests.hostile.templates.vocabulary import BOS, CALL_TOKENS, VOCABULARIES, Words, tokenizer
 
-MARK: Final = re.compile("\ue000([ASE])(\\d+)\ue001")
-"""A mark of a twin: its kind (start of the completion, start of the stop, end of the stop) and the index of the assistant
-message.
+MARK: Final = re.compile("\ue000([ABSE])(\\d+)\ue001")
+"""A mark of a twin: its kind and the index of the assistant message.
+
+Kinds are the start of the completion, the end of its own text, the start and the end of the stop.
 """
 
 
@@ -53,6 +54,7 @@ class Traits:
     merges: Style = "none"
     empty: Style = "rendered"
     last: Style = "closed"
+    closing: Style = "none"
 
     def unusual(self) -> dict[str, str]:
         """The traits that are not plain."""
@@ -116,6 +118,7 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "merges": ("none", "answers", "users"),
     "empty": ("rendered", "skipped"),
     "last": ("closed", "open"),
+    "closing": ("none", "text", "lines", "token", "numbered", "if_any", "of_calls"),
 }
 DATES: Final = (
     "%d %b %Y",
@@ -159,6 +162,7 @@ class Template:
         """The special tokens that it may write inside a completion."""
         written = self.text.partition("m.role == 'assistant'")[2] if self.traits.framing == "channels" else ""
         calls = {"special_closer": CALL_TOKENS[:2], "wrapped": CALL_TOKENS}.get(self.traits.calls, ())
+        calls = (*calls, *(CALL_TOKENS[-1:] if self.traits.closing == "token" else ()))
         return frozenset({*calls, *(text for text in self.words.special if text in written)})
 
     @property
@@ -190,6 +194,10 @@ def settle(traits: Traits) -> Traits:
     framing = FRAMINGS[traits.framing]
     if not framing.stop and traits.calls in ("special_closer", "wrapped"):
         traits = replace(traits, calls="json")  # otherwise only the closer of a call would end a completion
+    if not framing.stop:
+        traits = replace(
+            traits, closing="none"
+        )  # a text behind a completion belongs to the text that separates messages
     if framing.part[0] and traits.calls == "unseen":
         traits = replace(traits, calls="json")  # an empty part for calls would not show them
     if traits.calls in ("own_message", "first_only") and (
@@ -226,10 +234,11 @@ def _marks(framing: Framing) -> dict[str, str]:
         return "{{- '\ue000" + name + "' ~ " + index + " ~ '\ue001' -}}"
 
     if not framing.next_begins:
-        return {f"⟦{name}⟧": mark(name, "i") for name in "ASE"} | {"⟦O⟧": ""}
+        return {f"⟦{name}⟧": mark(name, "i") for name in "ABSE"} | {"⟦O⟧": ""}
     pending = "{%- if ns.open >= 0 -%}"
     return {
         "⟦A⟧": mark("A", "i"),
+        "⟦B⟧": mark("B", "i"),
         "⟦O⟧": "{%- set ns.open = i -%}",
         "⟦S⟧": pending + mark("S", "ns.open") + "{%- endif -%}",
         "⟦E⟧": pending + mark("E", "ns.open") + "{%- set ns.open = -1 -%}{%- endif -%}",
@@ -449,6 +458,7 @@ class _Writer:
             parts = _if(_CALLING, _if("text(m)", self._inner(_say(content))) + calling, said)
         else:
             parts = _say(content) + _if(_CALLING, self._calls_head() + self._calls())
+        parts += "⟦B⟧"
         body = self._head("assistant") + "⟦A⟧" + self._thought() + parts + self._closed()
         if self._is.merges == "answers":
             glued = f"i > 0 and {_BEFORE}.role == 'assistant'"
@@ -464,16 +474,28 @@ class _Writer:
     def _closed(self) -> str:
         """Write the stop of a completion, with the marks around it."""
         framing = self._framing
+        before = self._closing() + _put(framing.before)
         if framing.next_begins:
-            return _put(framing.before) + "⟦O⟧"
+            return before + "⟦O⟧"
         if framing.stop == framing.calls_stop:
-            stop = _put(framing.before) + "⟦S⟧" + _put(framing.stop) + "⟦E⟧"
+            stop = before + "⟦S⟧" + _put(framing.stop) + "⟦E⟧"
         else:
-            stop = _put(framing.before) + "⟦S⟧" + _if(_CALLING, _put(framing.calls_stop), _put(framing.stop)) + "⟦E⟧"
+            stop = before + "⟦S⟧" + _if(_CALLING, _put(framing.calls_stop), _put(framing.stop)) + "⟦E⟧"
         closed = stop + _put(framing.after)
         if self._is.last == "open" and framing.stop:
             return _if("loop.last and not add_generation_prompt", "⟦S⟧⟦E⟧{{- '' -}}", closed)
         return closed
+
+    def _closing(self) -> str:
+        """Write text between a completion and its stop."""
+        return {
+            "text": _put("</answer>"),
+            "lines": _put("\n\n</answer>\n"),
+            "token": _put(CALL_TOKENS[-1]),
+            "numbered": _put("</answer ") + _say("i") + _put(">"),
+            "if_any": _if("text(m)", _put("</answer>")),
+            "of_calls": _if(_CALLING, _put("\n</calls>"), _put("</answer>")),
+        }.get(self._is.closing, "")
 
     def _calls_head(self) -> str:
         """Close the content, and begin another message for the calls."""

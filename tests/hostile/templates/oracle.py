@@ -41,12 +41,17 @@ Truth: TypeAlias = Exact | Undecidable
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A rendering, split at a completion: its text, its stop, and the rest. All are None if it has no position."""
+    """A rendering, split at a completion: its text, its stop, and the rest. All are None if it has no position.
+
+    `closing`: the end of `answer` that is not its own text. `prompt`: the rendering of the messages before it.
+    """
 
     full: str
     answer: str | None = None
     stop: str | None = None
     behind: str | None = None
+    closing: str = ""
+    prompt: str | None = None
 
 
 class Oracle:
@@ -90,11 +95,17 @@ class Oracle:
         if MARK.sub("", marked) != full:
             raise AssertionError("a twin renders another text than its template")
         places = {match[1]: match.span() for match in MARK.finditer(marked) if int(match[2]) == answered}
-        if len(places) < 3:
+        if len(places) < 4:
             return Split(full, MARK.sub("", marked[places["A"][1] :]) if "A" in places else None)
-        (_, begins), (ends, stop), (stopped, behind) = (places[name] for name in "ASE")
-        own, closing, rest = marked[begins:ends], marked[stop:stopped], marked[behind:]
-        return Split(full, *(MARK.sub("", text) for text in (own, closing, rest)))
+        (_, begins), (_, said), (ends, stop), (stopped, behind) = (places[name] for name in "ABSE")
+        texts = marked[begins:ends], marked[stop:stopped], marked[behind:], marked[said:ends]
+        return Split(full, *(MARK.sub("", text) for text in texts), self._before(messages[:answered]))
+
+    def _before(self, messages: Sequence[str]) -> str | None:
+        try:
+            return self.text(messages)
+        except Refused:
+            return None
 
     def truth(
         self, split: Split, ids: Sequence[int] | None, *, cut: bool = False, message: Message | None = None
@@ -109,10 +120,11 @@ class Oracle:
             return self._after_text(split.behind, ids, (message or {}).get("content"))
         if not split.stop:
             return Undecidable("the answer is not closed where it ends")
-        return self._after_stop(split, ids, cut, [text for text in (message or {}).values() if isinstance(text, str)])
+        return self._after_stop(split, ids, cut, message or {})
 
-    def _after_stop(self, split: Split, ids: Sequence[int] | None, cut: bool, texts: Sequence[str]) -> Truth:
-        """The ids after a completion that the template closes with a stop. `texts`: those of its message."""
+    def _after_stop(self, split: Split, ids: Sequence[int] | None, cut: bool, message: Message) -> Truth:
+        """The ids after a completion that the template closes with a stop."""
+        texts = [text for text in message.values() if isinstance(text, str)]
         stop, behind = str(split.stop), str(split.behind)
         closing, *environment = self.encode(stop + behind)
         if self.encode(stop) != (closing,):
@@ -124,22 +136,49 @@ class Oracle:
             return Undecidable(reason)
         # Without ids, assume that the completion has the stop of its kind.
         if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
-            return Exact((*self._closing(split, ids or (), cut), *environment))
+            text = self._missing(split, ids or (), cut, message)
+            if text is None:
+                return Undecidable("the completion does not end like its message")
+            return Exact((*self._closing(split, ids or (), text), *environment))
         twice = bool(ids and environment and ids[-1] == environment[0] and self._is_syntax(ids[-1]))
         return Exact(tuple(environment[twice:]))
 
-    def _closing(self, split: Split, ids: Sequence[int], cut: bool) -> tuple[int, ...]:
-        """The ids of the stop, and of the white space before it that a completion lacks because it was cut, or ended otherwise."""
-        answer, stop, length = str(split.answer), str(split.stop), len(ids)
+    def _missing(self, split: Split, ids: Sequence[int], cut: bool, message: Message) -> str | None:
+        """What a completion that was cut, or ended otherwise, lacks of the text before the stop; None if nothing tells."""
+        length = len(ids)
         while length and ids[length - 1] in self._special:
             length -= 1
-        text = self.decode(ids[:length])
-        own, space = text.rstrip(), answer[len(answer.rstrip()) :]
-        if not own or not (cut or (self._opens_next and length < len(ids))) or not answer.rstrip().endswith(own[-16:]):
-            return self.encode(stop)
-        while not text.endswith(space):
-            stop, space = space[-1] + stop, space[:-1]
-        return self.encode(stop)
+        if not cut and not (self._opens_next and length < len(ids)):
+            return ""
+        stop_at = len(split.full) - len(f"{split.stop}{split.behind}")
+        shown, said = split.full[:stop_at], f"{split.prompt}{self.decode(ids)}"
+        if split.prompt is not None and shown.startswith(said):
+            return shown.removeprefix(said)
+        return self._missing_behind(split, (self.decode(ids), self.decode(ids[:length])), message)
+
+    @staticmethod
+    def _missing_behind(split: Split, texts: tuple[str, str], message: Message) -> str | None:
+        """What a completion with another rendering lacks. `texts`: all of it, and without special tokens at its end."""
+        content, own = message.get("content"), str(split.answer).removesuffix(split.closing)
+        if isinstance(content, str) and content.strip() and not message.get("tool_calls"):
+            behind = own[len(own.rstrip()) :] + split.closing
+            found = [_behind(text, content.rstrip()[-16:], behind) for text in texts]
+            return next((rest for rest in found if rest is not None), None if behind.strip() else "")
+        thought = any(message.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+        if split.closing.strip() or thought:
+            return None
+        end, shown = texts[1].rstrip()[-16:], f"{own}{split.closing}"
+        space = shown[len(shown.rstrip()) :]
+        return _behind(texts[1], end, space) if end and shown.rstrip().endswith(end) else ""
+
+    def _closing(self, split: Split, ids: Sequence[int], missing: str) -> tuple[int, ...]:
+        """The ids of the missing text and the stop, encoded behind the completion if no token spans its end."""
+        before = f"{split.prompt or ''}{self.decode(ids)}"[-16:]
+        for start in (before, "\n") if missing else ():
+            first, whole = self.encode(start), self.encode(f"{start}{missing}{split.stop}")
+            if whole[: len(first)] == first:
+                return whole[len(first) :]
+        return self.encode(f"{missing}{split.stop}")
 
     def _after_text(self, behind: str, ids: Sequence[int] | None, content: Any) -> Truth:
         """The ids after a completion that no token closes. A part of the text that separates it may be its own."""
@@ -213,6 +252,18 @@ class Oracle:
         if self.template.arguments == "object" and calls:
             message["tool_calls"] = [_with_object(call) for call in calls]
         return message
+
+
+def _behind(text: str, own: str, behind: str) -> str | None:
+    """The end of `behind` that a text lacks which ends with `own`; None if it ends otherwise."""
+    parts = [(behind[:at], behind[at:]) for at in range(len(behind) + 1)]
+    for part, rest in parts:
+        if text.endswith(own + part):
+            return rest
+    for part, rest in reversed(parts):
+        if text.endswith(part) and text.removesuffix(part).rstrip().endswith(own):
+            return rest
+    return None
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:

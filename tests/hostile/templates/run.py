@@ -289,8 +289,8 @@ class _Game:
             return [], finish
         body, template = list(self._body(turn, asked)), self._case.template
         if turn.ending == "unclosed":
-            text = self._oracle.decode(body)
-            end = len(text.rstrip())
+            text, closing = self._oracle.decode(body), self._closing(turn, asked)
+            end = len(text.removesuffix(closing).rstrip())
             return list(self._oracle.encode(text[: end + int((len(text) - end + 1) * turn.kept)])), "length"
         if turn.ending == "cut":
             return body[: int(len(body) * turn.kept)], "length"
@@ -309,12 +309,19 @@ class _Game:
             rng = random.Random(f"{turn.kept}")
             plain = min(single(self._case.template.vocabulary, self._case.template.words.every).values())
             return [rng.randrange(plain) for _ in range(rng.randrange(12))]
+        text = self._split(turn, asked).answer
+        return self._oracle.encode(str(turn.answer.get("content") or "") if text is None else text)
+
+    def _closing(self, turn: Turn, asked: int) -> str:
+        return "" if turn.free else self._split(turn, asked).closing
+
+    def _split(self, turn: Turn, asked: int) -> Split:
+        """The rendering of the completion as the last message."""
         try:
             messages = [*self._texts, self._case.conversation.spelled(turn.answer)]
-            text = self._oracles["append"].split(messages, asked, generation_prompt=False).answer
+            return self._oracles["append"].split(messages, asked, generation_prompt=False)
         except Refused:
-            text = None
-        return self._oracle.encode(str(turn.answer.get("content") or "") if text is None else text)
+            return Split("")
 
     def _differs(self, path: str, turn: int, verdict: Verdict, expected: str, got: str) -> None:
         self._played.differences.append(Difference(self._case, path, turn, verdict, expected, got))

@@ -1,25 +1,28 @@
 """Join a completion and the environment: which tokens of the template are still missing between the two (docs/design.md, R4).
 
-A completion may lack the stop token. It may also contain more than that: an engine that stops at several tokens, or at a text,
-returns them all. What the template writes there and the completion has already must not be written twice.
+A completion may lack the stop token, and a cut one the text that the template writes before it. It may also contain more than
+the stop token: an engine that stops at several tokens, or at a text, returns them all. What the template writes there and the
+completion has already must not be written twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.encoding import Encoded
-from rollout_server.edge.tokens.rendering_form import strings
+from rollout_server.edge.tokens.rendering_form import has_calls, strings
 from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.edge.tokens.turn_boundary import RenderedTurn, last_text
 
 _MOST = 16
 """Maximum number of tokens behind a completion's own text, and of characters that are compared where no token can be."""
-_SHOWN = 64
-"""In characters: as much of the rendering before the stop token is compared with the completion."""
+
+_LONGEST = 256
+"""In characters. As much of what the template writes before the stop token is looked for behind other white space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +33,19 @@ class EnvironmentText:
         text: the text after the stop token.
         stop: the stop token before the text; None if the template writes none.
         ends_completion: whether the first token of the text is also the stop token of the completion.
-        space: the white space before the stop token.
-        shown: what the template writes before that white space, or the end of it: usually text of the completion.
     """
 
     text: str
     stop: StopToken | None
     ends_completion: bool = False
-    space: str = ""
-    shown: str = field(default="", compare=False)
-
-    @classmethod
-    def after(cls, rendered: str, stop: StopToken, text: str) -> EnvironmentText:
-        """Return the environment whose `text` ends the rendered conversation, after `stop`."""
-        end = len(rendered) - len(text) - len(stop.text)
-        before = rendered[max(0, end - _SHOWN) : end]
-        shown = before.rstrip()
-        return cls(text, stop, space=before[len(shown) :], shown=shown)
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedTokens:
     """The tokens between two completions.
 
-    `exact`: False if the completion ends with a part of them, or may be closed already, but this cannot be shown.
+    `exact`: False if the completion ends with a part of them, or may be closed already, but this cannot be shown. Also False if it
+    is unknown what a cut completion lacks of the text that the template writes before the stop token.
     """
 
     tokens: Prediction
@@ -61,9 +53,11 @@ class PredictedTokens:
 
 
 def predict_tokens(
-    loaded: LoadedTokenizer, found: EnvironmentText, last: Answered, prompt: Encoded | None = None
+    loaded: LoadedTokenizer, found: EnvironmentText, last: Answered, turn: RenderedTurn, prompt: Encoded | None = None
 ) -> PredictedTokens | None:
-    """Return the environment's token ids. `closing` has the stop token, and white space before it, if the completion lacks them.
+    """Return the environment's token ids. `closing` has the stop token, and text before it, if the completion lacks them.
+
+    `turn` is the rendering in which `found` was found.
 
     The text is encoded after the stop token, because some added tokens strip the white space next to them (`rstrip` in
     Phi-3). If the encoding of `prompt` splits at the stop token, the ids are taken from its end. None if the text of the stop token
@@ -79,11 +73,24 @@ def predict_tokens(
         if encoded[:1] != pack_tokens([stop.id]):
             return None
         ids = encoded[1:]
-    return _after_stop(loaded, found, stop, ids, last)
+    return _after_stop(loaded, found, stop, ids, last, turn)
+
+
+def is_cut(loaded: LoadedTokenizer, last: Answered) -> bool:
+    """Return whether the completion may lack text that the template writes before the stop token.
+
+    A model that stops by itself has written that text, or has chosen not to. One that was cut could not, nor could one that ended
+    with a special token in place of a stop token that begins the next message.
+    """
+    stop = loaded.probed.stop(calls=has_calls(last.message.fields()))
+    written, length = last.token_ids, last.finish_reason == "length"
+    if stop is None or written is None or loaded.is_closed(written, stop, cut=length):
+        return False
+    return length or (stop.opens_next and _text_length(loaded, written) < len(written))
 
 
 def _after_stop(
-    loaded: LoadedTokenizer, found: EnvironmentText, stop: StopToken, ids: Tokens, last: Answered
+    loaded: LoadedTokenizer, found: EnvironmentText, stop: StopToken, ids: Tokens, last: Answered, turn: RenderedTurn
 ) -> PredictedTokens:
     """Return the tokens after a completion that the template closes with `stop`. `ids`: those of the text behind it.
 
@@ -107,32 +114,63 @@ def _after_stop(
     if space.isspace() and text.startswith(space):
         return PredictedTokens(Prediction(pack_tokens(), loaded.encode(text[len(space) :])))
     if not loaded.is_closed(written, stop, cut=last.finish_reason == "length"):
-        return PredictedTokens(Prediction(_closing(loaded, found, stop, last), ids), not is_syntax)
+        missing = _missing_text(loaded, found, stop, last, turn)
+        closing = _closing(loaded, stop, missing or "", turn.prompt + loaded.decode_exactly(tail))
+        return PredictedTokens(Prediction(closing, ids), missing is not None and not is_syntax)
     return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
 
 
-def _closing(loaded: LoadedTokenizer, found: EnvironmentText, stop: StopToken, last: Answered) -> Tokens:
-    """Return the ids of the stop token, and of the white space that the template writes before it and the completion lacks.
+def _missing_text(
+    loaded: LoadedTokenizer, found: EnvironmentText, stop: StopToken, last: Answered, turn: RenderedTurn
+) -> str | None:
+    """Return the text that the template writes before the stop token and a cut completion lacks; None if it is unknown.
 
-    A model that stops by itself has written that white space, or has chosen not to. One that was cut could not, nor could one that
-    ended with a special token in place of a stop token that begins the next message. If the completion's tokens do not end like the
-    text that the template shows, as when it drops the reasoning in which they were cut, only the stop token closes it.
+    If the rendering goes on with the completion's text behind the prompt, it shows what is missing. Otherwise the completion must
+    end like the last text of its message, or with the beginning of what the template writes behind that text. If it does neither,
+    the template may drop the reasoning in which it was cut. Then nothing is missing if the template writes only white space.
     """
-    alone, written = pack_tokens([stop.id]), last.token_ids or pack_tokens()
-    own = written[: _text_length(loaded, written)]
-    was_cut = last.finish_reason == "length" or (stop.opens_next and len(own) < len(written))
-    if not found.space or not was_cut:
-        return alone
-    # The first of these tokens may begin within a character.
-    text = loaded.decode_exactly(own[-_MOST:]).lstrip("\ufffd")
-    said = text.rstrip()
-    if not said or not found.shown.endswith(said[-_MOST:]):
-        return alone
-    space = text[len(said) :]
-    lengths = range(len(found.space), -1, -1)
-    missing = next(found.space[length:] for length in lengths if space.endswith(found.space[:length]))
-    closing = loaded.encode(missing + stop.text)
-    return closing if closing[-1:] == alone else alone
+    if not is_cut(loaded, last):
+        return ""
+    written = last.token_ids or pack_tokens()
+    stop_at = len(turn.full) - len(found.text) - len(stop.text)
+    text = loaded.decode_exactly(written)
+    start = len(turn.prompt)
+    if turn.full.startswith(turn.prompt) and turn.full.startswith(text, start, stop_at):
+        return turn.full[start + len(text) : stop_at]
+    shown = last_text(turn, stop_at)
+    behind = turn.full[shown.end : stop_at]
+    ways = (text, loaded.decode_exactly(written[: _text_length(loaded, written)]))
+    missing = next((more for each in ways if (more := _rest(shown.text, behind, each)) is not None), None)
+    return "" if missing is None and shown.is_known and not behind.strip() else missing
+
+
+def _rest(own: str, behind: str, text: str) -> str | None:
+    """Return the end of `behind` that does not end `text`, which ends like `own` before it; None if it does not.
+
+    White space between the two may be other than in the rendering, because templates strip it.
+    """
+    end = own[-_MOST:]
+    at = text.rfind(end) if end else -1
+    while at >= 0 and len(part := text[at + len(end) :]) <= len(behind):
+        if behind.startswith(part):
+            return behind[len(part) :]
+        at = text.rfind(end, 0, at + len(end) - 1)
+    for length in range(min(len(behind), _LONGEST), -1, -1) if end else ():
+        if text.endswith(behind[:length]) and text[: len(text) - length].rstrip().endswith(end):
+            return behind[length:]
+    return None
+
+
+def _closing(loaded: LoadedTokenizer, stop: StopToken, missing: str, before: str) -> Tokens:
+    """Return the ids of the missing text and the stop token, as they are behind the text `before`."""
+    alone = pack_tokens([stop.id])
+    # Some tokenizers put a space before the first word of a text, so it is encoded behind another one. A token may not span both.
+    for start in (before[-_MOST:], "\n") if missing else ():
+        first, ids = loaded.encode(start), loaded.encode(start + missing + stop.text)
+        if ids[: len(first)] == first and ids[-1:] == alone:
+            return ids[len(first) :]
+    ids = loaded.encode(missing + stop.text)
+    return ids if ids[-1:] == alone else alone
 
 
 def _text_length(loaded: LoadedTokenizer, ids: Tokens) -> int:
@@ -160,7 +198,7 @@ def _without_stop(loaded: LoadedTokenizer, found: EnvironmentText, last: Answere
     have it, as it is taken to have its stop token.
 
     Otherwise only text separates the completion from the environment. The completion ends with a part of that text if its tokens
-    have that much more text than its content.
+    have that much more text than its content. It may also do so if its last id is a special token that is in the environment.
     """
     ids, written = loaded.encode(found.text), last.token_ids
     if written is None:
@@ -173,6 +211,7 @@ def _without_stop(loaded: LoadedTokenizer, found: EnvironmentText, last: Answere
         if found.text.startswith(more):
             return PredictedTokens(Prediction(pack_tokens(), loaded.encode(found.text[len(more) :]) if more else ids))
     overlaps = any(text.endswith(found.text[:length]) for length in range(1, min(_MOST, len(found.text)) + 1))
+    overlaps = overlaps or (loaded.is_special(written[-1]) and written[-1] in ids if written else False)
     return PredictedTokens(Prediction(pack_tokens(), ids), not overlaps)
 
 

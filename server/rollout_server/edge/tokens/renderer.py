@@ -27,7 +27,7 @@ from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.chat_template import Literals
-from rollout_server.edge.tokens.completion_end import EnvironmentText, predict_tokens
+from rollout_server.edge.tokens.completion_end import EnvironmentText, is_cut, predict_tokens
 from rollout_server.edge.tokens.encoding import Encoded
 from rollout_server.edge.tokens.rendering_form import (
     CountingMethod,
@@ -252,7 +252,7 @@ class Renderer:
             before = _RenderedPrompt(encoded=self.loaded.grow(prompt.encoded, text))
         full = RenderedTurn(self._render, prompt.parsed, turn.answered, prompt.encoded.text, before.encoded.text)
         found = self._environment(full, self._likely(prompt.parsed, turn.answered))
-        truth = None if found is None else predict_tokens(self.loaded, found, last, prompt.encoded)
+        truth = None if found is None else predict_tokens(self.loaded, found, last, full, prompt.encoded)
         longer = None if last.token_ids is None else prompt.length - before.length - len(last.token_ids)
         if found is None or truth is None:
             ids = prompt.encoded.ids
@@ -271,7 +271,8 @@ class Renderer:
         short, due = None, True
         if self.loaded.probed.short_form and self._proof.usable:
             due = self._proof.due(fields, answered)
-            short = self._short_turn(fields, answered)
+            # What a cut completion lacks may depend on earlier messages, which no comparison has shown.
+            short = None if is_cut(self.loaded, last) else self._short_turn(fields, answered)
         likely = None if short is None else self._environment(short)
         # The environment quotes the made-up user message, so it depends on text that the real conversation does not have.
         if likely is not None and self._filler in likely.text:
@@ -296,7 +297,7 @@ class Renderer:
 
         What the template refuses shows nothing.
         """
-        end = f"{found.space}{found.stop.text if found.stop else ''}{found.text}"
+        end = f"{found.stop.text if found.stop else ''}{found.text}"
         for alternatives in self._proof.variations(fields, answered):
             text = next(filter(None, (try_render(self._render, each) for each in alternatives)), None)
             if text is not None and not text.endswith(end):
@@ -314,7 +315,7 @@ class Renderer:
 
     def _appended(self, found: EnvironmentText, last: Answered, turn: RenderedTurn, dropped: int = 0) -> Rendered:
         """Return the result for an environment that was found in `turn`, a history without its first `dropped` messages."""
-        truth = predict_tokens(self.loaded, found, last)
+        truth = predict_tokens(self.loaded, found, last, turn)
         if truth is None:
             raise RolloutFailed(self._no_turn_boundary(turn))
         unseen = [index + dropped for index in unseen_messages(turn, found.text)]
@@ -325,7 +326,7 @@ class Renderer:
         stop = self.loaded.probed.stop(calls=has_calls(turn.messages[turn.answered]))
         text = None if stop is None else environment_text(turn, stop.text, hint)
         if stop is not None and text is not None:
-            return EnvironmentText.after(turn.full, stop, text)
+            return EnvironmentText(text, stop)
         text = text_after_completion(turn)
         if text is None:
             return None

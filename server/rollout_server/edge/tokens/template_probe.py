@@ -161,7 +161,7 @@ class _Closers:
         own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
         if not own or left_open:
             opening = self._opening(text, following, len(own))
-            if opening is not None and not own and self._is_in_header(text, alone, opening):
+            if opening is not None and not own and self._is_in_header(render, conversation, following, opening):
                 return None
             if opening is not None:
                 only_before_next = left_open or not ends
@@ -191,18 +191,30 @@ class _Closers:
         behind = (self._stops[match[0]] for match in self._any.finditer(text) if match.end() <= begins)
         return next(islice(behind, start, None), None)
 
-    @staticmethod
-    def _is_in_header(text: str, alone: str, opening: StopToken) -> bool:
+    def _is_in_header(
+        self, render: Render, conversation: Sequence[Fields], following: Fields, opening: StopToken
+    ) -> bool:
         """Return whether text of the next message stands between the completion and its first special token.
 
         The end of a completion may be plain text, and a header may begin with the name of a role: `user<|role_sep|>`. What the
         template writes behind a completion that nothing follows is not text of the next message. Before its end may be more, such
-        as the ids of calls (Apriel).
+        as the ids of calls (Apriel). A template may leave the last message open. Then text that is the same in front of messages of
+        all roles is not text of the next one.
         """
-        between, own = text[: text.find(opening.text)].rstrip(), _behind(alone)
-        if own is None or (own.strip() and between.endswith(own.rstrip()[-_END:])):
+        alone = try_render(render, conversation, generation_prompt=False) or ""
+        between, own = self._between(render, conversation, following, opening), _behind(alone)
+        if own is None or between is None or (own.strip() and between.endswith(own.rstrip()[-_END:])):
             return False
-        return bool(between[common_prefix(own, between) :].strip())
+        others = ({**following, "role": role} for role in _ROLES if role != following["role"])
+        texts = {self._between(render, conversation, other, opening) for other in others} - {None}
+        return bool(between[common_prefix(own, between) :].strip()) and texts != {between}
+
+    def _between(
+        self, render: Render, conversation: Sequence[Fields], following: Fields, opening: StopToken
+    ) -> str | None:
+        """Return the text from the completion to the token `opening`, without white space at its end; None if it is not there."""
+        text = _behind(try_render(render, [*conversation, following]))
+        return None if text is None or opening.text not in text else text[: text.find(opening.text)].rstrip()
 
     def _names_role(
         self, render: Render, conversation: Sequence[Fields], following: Fields, opening: StopToken, start: int

@@ -71,6 +71,18 @@ class RenderedTurn:
         return try_render(self.render, [*self.messages[:index], message, *self.messages[index + 1 :]], True)
 
 
+@dataclass(frozen=True, slots=True)
+class LastText:
+    """The last text of a completion, without white space at its end, and the position behind it in the full rendering.
+
+    `is_known`: whether the position was found. Otherwise the text is what the template writes before the stop token.
+    """
+
+    text: str
+    end: int
+    is_known: bool = True
+
+
 def try_render(render: Render, messages: Sequence[Fields], generation_prompt: bool = True) -> str | None:
     """Return the rendered messages; None if the template refuses them."""
     try:
@@ -146,6 +158,30 @@ def text_after_completion(turn: RenderedTurn) -> str | None:
     if text is None or (at := text.find(mark)) < 0 or text[:at] != turn.full[:at]:
         return None
     return turn.full[at:] if text[at + len(mark) :] == turn.full[at:] else None
+
+
+def last_text(turn: RenderedTurn, stop_at: int) -> LastText:
+    """Return the last text of the completion that the template shows before the stop token at `stop_at`: its content, or reasoning.
+
+    It is empty if the template shows none. The position is unknown for completions with tool calls, which templates spell in their
+    own way, and if the template shows the text twice or depends on it.
+    """
+    completion, mark = turn.messages[turn.answered], new_mark()
+    before = turn.full[:stop_at].rstrip()
+    unknown = LastText(before, len(before), is_known=False)
+    if completion.get("tool_calls"):
+        return unknown
+    marked = [each for each, _ in _marked_completions(completion, mark)]
+    texts = [next(text for text in strings(each) if text.endswith(mark)).removesuffix(mark) for each in marked]
+    for text, each in sorted(zip(texts, marked, strict=True), key=lambda pair: not pair[0]):
+        rendered = turn.with_message(turn.answered, each)
+        if rendered is None or mark not in rendered:
+            continue
+        start, _, end = rendered.partition(mark)
+        between = turn.full[len(start) : len(turn.full) - len(end)]
+        whole = mark not in end and turn.full == start + between + end
+        return LastText(text, len(start)) if whole and not between.strip() and len(start) <= stop_at else unknown
+    return unknown
 
 
 def unseen_messages(turn: RenderedTurn, environment: str) -> Sequence[int]:
