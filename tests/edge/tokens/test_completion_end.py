@@ -101,6 +101,32 @@ async def test_a_stop_token_in_the_message_is_not_its_end(ours, plain, more) -> 
     assert found.predicted == Prediction(pack_tokens(naive.ids("<|im_end|>")), pack_tokens(behind))
 
 
+@pytest.mark.parametrize(
+    "more", ["Nine.", "\n<|im_start|>user", f"{NEXT}", f"{NEXT} Or is it something else, and if so, what?"]
+)
+async def test_a_cut_completion_that_goes_on_behind_its_stop_token_is_reported(ours, plain, more) -> None:
+    """The message ends at the stop token, so the prompt has text that the rendering does not have."""
+    naive = plain("toy")
+    found = await rendered(ours("toy", CHATML), naive.ids(f"Eight.<|im_end|>{more}"), finish_reason="length")
+    assert not found.exact
+    behind = pack_tokens(naive.ids(f"{NEXT}<|im_end|>\n<|im_start|>assistant\n"))
+    assert found.predicted == Prediction(pack_tokens(naive.ids("<|im_end|>")), behind)
+
+
+async def test_a_stop_token_that_the_template_writes_between_content_and_calls_is_no_end(ours, plain) -> None:
+    """Only if there is content. The model spells the call in its own way, and was cut behind it."""
+    calls = "{%- for call in message.tool_calls or [] -%}{{- call.function.arguments -}}{%- endfor -%}"
+    head = "{{- '<|im_end|>\n<|im_start|>call\n' if message.tool_calls and message.content -}}"
+    loaded, naive = (
+        ours("toy", CHATML.replace(" ~ '<|im_end|>\n' -}}", " -}}" + head + calls + "{{- '<|im_end|>\n' -}}")),
+        plain("toy"),
+    )
+    said = {"role": "assistant", "content": "Look.", "tool_calls": [call('{"a":  "What is it that I see?"}')]}
+    turn = packed(ASKED, said, {"role": "tool", "content": "5", "tool_call_id": "a1b2c3d4e"})
+    ids = naive.ids('Look.<|im_end|>\n<|im_start|>call\n{"a":"What is it that I see?"}')
+    assert (await Renderer(loaded, [], {}).append(turn, answered(said, ids, "length"), 1)).exact
+
+
 async def test_more_white_space_than_the_template_writes_is_reported(ours, plain) -> None:
     """It may be closed or may go on, so it is closed, but the turn is not called exact."""
     loaded, naive = ours("toy", CHATML), plain("toy")
@@ -342,3 +368,47 @@ async def test_what_a_cut_completion_lacks_is_taken_from_the_whole_conversation(
         reason, ids = ("length", naive.ids("Eight.")) if index == 18 else ("stop", naive.ids("Eight.<|im_end|>"))
         found = await renderer.append(packed(*messages), answered(SAID, ids, reason), index - 1)
     assert list(found.predicted.closing) == naive.ids("</answer 18><|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("content", "written", "behind"),
+    [
+        ("", "", " \n\nuser: And twice that?\n\nassistant:"),
+        ("Eight.", "", " Eight.\n\nuser: And twice that?\n\nassistant:"),
+        ("Eight.", " Eight.", "\n\nuser: And twice that?\n\nassistant:"),
+        ("Eight.\n", " Eight.", "\n\n\nuser: And twice that?\n\nassistant:"),
+        ("Eight.\n", " Eight.\n", "\n\nuser: And twice that?\n\nassistant:"),
+    ],
+)
+async def test_a_cut_completion_without_a_stop_token_gets_the_rest_of_the_rendering(
+    ours, plain, content, written, behind
+) -> None:
+    """Also the space that the template writes in front of its content and the prompt has not."""
+    loaded, naive = ours("toy", PLAIN.replace("'assistant: '", "'assistant:'")), plain("toy")
+    found = await rendered(loaded, naive.ids(written), {**SAID, "content": content}, "length")
+    assert found.exact
+    assert not found.predicted.closing
+    assert naive.tokenizer.decode(list(found.predicted.environment)) == behind
+
+
+async def test_an_end_token_that_follows_later_is_reported(ours, plain) -> None:
+    """No special token closes completions, but a header has the one with which this completion ends."""
+    template = PLAIN.replace("message.role ~ ': '", "message.role ~ '<|im_end|>'").replace(
+        "assistant: ", "assistant<|im_end|>"
+    )
+    loaded, naive = ours("toy", template), plain("toy")
+    assert loaded.probed.final is None
+    assert not (await rendered(loaded, naive.ids("Eight.<|im_end|>"))).exact
+    assert (await rendered(loaded, naive.ids("Eight.\n\nuser<|im_end|>"))).exact
+    assert (await rendered(loaded, naive.ids("Eight."))).exact
+
+
+async def test_a_template_that_leaves_its_last_message_open_closes_the_others_with_text(ours, plain) -> None:
+    """The text in front of the stop token is the same whoever speaks next, so it is no header."""
+    end = "{{- '</answer><|im_end|>\n' if not loop.last or message.role == 'user' -}}"
+    loaded, naive = ours("toy", CHATML.replace(" ~ '<|im_end|>\n' -}}", " -}}" + end)), plain("toy")
+    assert loaded.probed.final is not None
+    assert loaded.probed.final.text == "<|im_end|>"
+    for written, closing in (("Eight.</answer><|im_end|>", ""), ("Eight.", "</answer><|im_end|>")):
+        found = await rendered(loaded, naive.ids(written), finish_reason="length")
+        assert (list(found.predicted.closing), found.exact) == (naive.ids(closing), True)

@@ -283,7 +283,7 @@ async def test_a_switch_may_change_what_closes_an_answer(ours, plain) -> None:
         assert rendered.exact
         assert rendered.predicted == Prediction(pack_tokens(), pack_tokens(toy.ids(more.replace("STOP", stop))))
     cut = await second_turn(Renderer(loaded, [], {"plain": True}), SAID, toy.ids("Eig"), MORE, finish_reason="length")
-    assert cut.predicted.closing == pack_tokens(toy.ids("<|endoftext|>"))
+    assert cut.predicted.closing == pack_tokens(toy.ids("ht.<|endoftext|>"))
     for stop in ("<|im_end|>", "<|endoftext|>"):  # the tokenizer's own and the template's
         renderer = Renderer(loaded, [], {"plain": True})
         ended = await second_turn(renderer, SAID, toy.ids("Eight." + stop), MORE, finish_reason="length")

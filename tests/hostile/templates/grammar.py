@@ -209,6 +209,8 @@ def settle(traits: Traits) -> Traits:
         # stand there.
         traits = replace(traits, merges="none" if traits.merges == "answers" else traits.merges)
         traits = replace(traits, reminder="none", last="closed")
+        if traits.closing == "token":
+            traits = replace(traits, closing="text")  # that token would end the completion
         if traits.results in ("user_turn", "merged"):
             traits = replace(traits, results="own_role")
     if traits.last == "open" and traits.merges == "answers":

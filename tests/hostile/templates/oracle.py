@@ -117,7 +117,7 @@ class Oracle:
         if split.stop is None or split.behind is None:
             return Undecidable("the answer is not rendered")
         if not any(self.template.stops):
-            return self._after_text(split.behind, ids, (message or {}).get("content"))
+            return self._after_text(split, ids, (message or {}).get("content"))
         if not split.stop:
             return Undecidable("the answer is not closed where it ends")
         return self._after_stop(split, ids, cut, message or {})
@@ -140,7 +140,8 @@ class Oracle:
             if text is None:
                 return Undecidable("the completion does not end like its message")
             return Exact((*self._closing(split, ids or (), text), *environment))
-        twice = bool(ids and environment and ids[-1] == environment[0] and self._is_syntax(ids[-1]))
+        other = bool(ids) and ids[-1] != closing  # the stop itself may also begin the next message
+        twice = bool(other and ids and environment and ids[-1] == environment[0] and self._is_syntax(ids[-1]))
         return Exact(tuple(environment[twice:]))
 
     def _missing(self, split: Split, ids: Sequence[int], cut: bool, message: Message) -> str | None:
@@ -180,11 +181,14 @@ class Oracle:
                 return whole[len(first) :]
         return self.encode(f"{missing}{split.stop}")
 
-    def _after_text(self, behind: str, ids: Sequence[int] | None, content: Any) -> Truth:
+    def _after_text(self, split: Split, ids: Sequence[int] | None, content: Any) -> Truth:
         """The ids after a completion that no token closes. A part of the text that separates it may be its own."""
+        behind = str(split.behind)
         if ids is None:
             return Exact(self.encode(behind))
         written = self.decode(ids)
+        if split.prompt is not None and split.full.startswith(split.prompt + written):
+            return Exact(self.encode(split.full.removeprefix(split.prompt + written)))
         _, is_there, more = written.rpartition(content) if isinstance(content, str) and content else ("", "", "")
         if is_there and behind.startswith(more):
             return Exact(self.encode(behind.removeprefix(more)))

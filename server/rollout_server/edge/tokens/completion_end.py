@@ -65,7 +65,7 @@ def predict_tokens(
     """
     stop = found.stop
     if stop is None:
-        return _without_stop(loaded, found, last)
+        return _without_stop(loaded, found, last, turn)
     start = 0 if prompt is None else len(prompt.text) - len(found.text) - len(stop.text)
     ids = None if prompt is None else prompt.behind(stop.id, start)
     if ids is None:
@@ -77,14 +77,16 @@ def predict_tokens(
 
 
 def is_cut(loaded: LoadedTokenizer, last: Answered) -> bool:
-    """Return whether the completion may lack text that the template writes before the stop token.
+    """Return whether the completion may lack text that the template writes before its end.
 
     A model that stops by itself has written that text, or has chosen not to. One that was cut could not, nor could one that ended
     with a special token in place of a stop token that begins the next message.
     """
     stop = loaded.probed.stop(calls=has_calls(last.message.fields()))
     written, length = last.token_ids, last.finish_reason == "length"
-    if stop is None or written is None or loaded.is_closed(written, stop, cut=length):
+    if written is None or stop is None:
+        return length
+    if loaded.is_closed(written, stop, cut=length):
         return False
     return length or (stop.opens_next and _text_length(loaded, written) < len(written))
 
@@ -95,8 +97,9 @@ def _after_stop(
     """Return the tokens after a completion that the template closes with `stop`. `ids`: those of the text behind it.
 
     If only white space of the template follows the stop token in the completion, the environment continues there. If other white
-    space follows it, or special tokens that end no completion, whether it closes the completion is unknown. If the text of the
-    message ends with them, they are a part of the message, which the template writes in front of its stop token.
+    space follows it, or special tokens that end no completion, whether it closes the completion is unknown, and so it is if text
+    follows it that the message does not have. If the text of the message ends with them, they are a part of the message, which the
+    template writes in front of its stop token.
     """
     written, text = last.token_ids, found.text
     if again := _closed_again(loaded, stop, ids, last):
@@ -113,16 +116,23 @@ def _after_stop(
     space = "" if more is None else loaded.decode_exactly(more)
     if space.isspace() and text.startswith(space):
         return PredictedTokens(Prediction(pack_tokens(), loaded.encode(text[len(space) :])))
-    if not loaded.is_closed(written, stop, cut=last.finish_reason == "length"):
-        missing = _missing_text(loaded, found, stop, last, turn)
-        closing = _closing(loaded, stop, missing or "", turn.prompt + loaded.decode_exactly(tail))
-        return PredictedTokens(Prediction(closing, ids), missing is not None and not is_syntax)
-    return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
+    if loaded.is_closed(written, stop, cut=last.finish_reason == "length"):
+        return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
+    missing = _missing_text(loaded, last, turn, len(turn.full) - len(text) - len(stop.text))
+    closing = _closing(loaded, stop, missing or "", turn.prompt + loaded.decode_exactly(tail))
+    return PredictedTokens(
+        Prediction(closing, ids), missing is not None and not is_syntax and not _goes_on(loaded, stop, last)
+    )
 
 
-def _missing_text(
-    loaded: LoadedTokenizer, found: EnvironmentText, stop: StopToken, last: Answered, turn: RenderedTurn
-) -> str | None:
+def _goes_on(loaded: LoadedTokenizer, stop: StopToken, last: Answered) -> bool:
+    """Return whether a completion has the stop token, but neither its message nor the template's completions do."""
+    if stop.id not in (last.token_ids or ()) or stop.id in loaded.probed.inside:
+        return False
+    return not any(stop.text in text for text in strings(last.message.fields()))
+
+
+def _missing_text(loaded: LoadedTokenizer, last: Answered, turn: RenderedTurn, stop_at: int) -> str | None:
     """Return the text that the template writes before the stop token and a cut completion lacks; None if it is unknown.
 
     If the rendering goes on with the completion's text behind the prompt, it shows what is missing. Otherwise the completion must
@@ -132,16 +142,22 @@ def _missing_text(
     if not is_cut(loaded, last):
         return ""
     written = last.token_ids or pack_tokens()
-    stop_at = len(turn.full) - len(found.text) - len(stop.text)
     text = loaded.decode_exactly(written)
-    start = len(turn.prompt)
-    if turn.full.startswith(turn.prompt) and turn.full.startswith(text, start, stop_at):
-        return turn.full[start + len(text) : stop_at]
+    rest = _rendered_behind(turn, text, stop_at)
+    if rest is not None:
+        return rest
     shown = last_text(turn, stop_at)
     behind = turn.full[shown.end : stop_at]
     ways = (text, loaded.decode_exactly(written[: _text_length(loaded, written)]))
     missing = next((more for each in ways if (more := _rest(shown.text, behind, each)) is not None), None)
     return "" if missing is None and shown.is_known and not behind.strip() else missing
+
+
+def _rendered_behind(turn: RenderedTurn, text: str, end: int) -> str | None:
+    """Return what the rendering up to `end` has behind the prompt and `text`; None if it does not begin with both."""
+    start = len(turn.prompt)
+    begins = turn.full.startswith(turn.prompt) and turn.full.startswith(text, start, end)
+    return turn.full[start + len(text) : end] if begins else None
 
 
 def _rest(own: str, behind: str, text: str) -> str | None:
@@ -164,8 +180,10 @@ def _rest(own: str, behind: str, text: str) -> str | None:
 def _closing(loaded: LoadedTokenizer, stop: StopToken, missing: str, before: str) -> Tokens:
     """Return the ids of the missing text and the stop token, as they are behind the text `before`."""
     alone = pack_tokens([stop.id])
+    if not missing:
+        return alone
     # Some tokenizers put a space before the first word of a text, so it is encoded behind another one. A token may not span both.
-    for start in (before[-_MOST:], "\n") if missing else ():
+    for start in (before[-_MOST:], "\n"):
         first, ids = loaded.encode(start), loaded.encode(start + missing + stop.text)
         if ids[: len(first)] == first and ids[-1:] == alone:
             return ids[len(first) :]
@@ -191,14 +209,17 @@ def _closed_again(loaded: LoadedTokenizer, stop: StopToken, ids: Tokens, last: A
     return next((len(more) for more in found if more == ids[: len(more)] and _are_syntax(loaded, more)), 0)
 
 
-def _without_stop(loaded: LoadedTokenizer, found: EnvironmentText, last: Answered) -> PredictedTokens:
+def _without_stop(
+    loaded: LoadedTokenizer, found: EnvironmentText, last: Answered, turn: RenderedTurn
+) -> PredictedTokens:
     """Return the tokens after a completion that the template does not close with its stop token.
 
     GLM: the completion may already end with the special token that begins the next message. A completion without ids is taken to
     have it, as it is taken to have its stop token.
 
-    Otherwise only text separates the completion from the environment. The completion ends with a part of that text if its tokens
-    have that much more text than its content. It may also do so if its last id is a special token that is in the environment.
+    Otherwise only text separates the completion from the environment. If the rendering goes on with the completion's text behind
+    the prompt, the environment is the rest. The completion ends with a part of that text if its tokens have that much more text
+    than its content. It may also do so if its last id is a special token that is in the environment.
     """
     ids, written = loaded.encode(found.text), last.token_ids
     if written is None:
@@ -206,6 +227,9 @@ def _without_stop(loaded: LoadedTokenizer, found: EnvironmentText, last: Answere
     if ids and loaded.is_special(ids[0]):
         return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
     text, content = loaded.decode_exactly(written), last.message.fields().get("content")
+    rest = _rendered_behind(turn, text, len(turn.full))
+    if rest is not None:
+        return PredictedTokens(Prediction(pack_tokens(), ids if rest == found.text else loaded.encode(rest)))
     if isinstance(content, str) and content and content in text:
         more = text.rpartition(content)[2]
         if found.text.startswith(more):

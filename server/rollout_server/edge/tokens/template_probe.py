@@ -166,7 +166,7 @@ class _Closers:
             if opening is not None:
                 only_before_next = left_open or not ends
                 opens_next = only_before_next and self._names_role(render, conversation, following, opening, len(own))
-                return replace(opening, opens_next=opens_next)
+                return replace(opening, opens_next=True) if opens_next else self._last_if_eos(text, opening)
             if not own:
                 return None
         # A token that begins messages closes none: the template may append a message of its own to any conversation (Command R+).
@@ -177,6 +177,12 @@ class _Closers:
         # Some templates write a generation prompt even if none is requested: its special tokens do not close this message.
         closing = own[: max(1, len(ends) - len(self._any.findall(_generation_prompt(render, alone, conversation))))]
         return self._stops[closing[-1]]
+
+    def _last_if_eos(self, text: str, opening: StopToken) -> StopToken:
+        """Return `eos` if only special tokens and white space stand between `opening` and it in the text, otherwise `opening`."""
+        behind = text[text.find(opening.text) :]
+        ends = re.match(rf"(?:\s|{self._any.pattern})*?{re.escape(self._eos)}", behind) if self._eos else None
+        return self._stops[self._eos] if ends else opening
 
     def leaves_open(self, render: Render, conversation: Sequence[Fields]) -> bool:
         """Return whether no special token follows the content of the last message."""
@@ -269,7 +275,7 @@ def _same(render: Render, messages: Sequence[Fields], answered: int, probed: Tem
 
 
 def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) -> Iterator[int]:
-    """Yield the special tokens between the prompt and the stop token, for completions with reasoning and with one or two calls."""
+    """Yield the special tokens between the prompt and the stop token, for completions with reasoning, content and calls."""
     call, result = _round(1, probed.preferred, named=probed.needs_names)
     thought: Fields = {"reasoning_content": "Let me see."}
     both: Fields = {**call, "tool_calls": [*_calls(call), *_calls(_round(2, probed.preferred)[0])]}
@@ -277,6 +283,7 @@ def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) 
     for completion, following in (
         ({**_ASSISTANT, **thought}, [_USER]),
         ({**call, **thought}, [result]),
+        ({**call, "content": "Let me look."}, [result]),
         (both, [result, second]),
     ):
         turn = _rendered(render, [_USER, completion, *following], 1)
