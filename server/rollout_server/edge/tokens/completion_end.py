@@ -98,8 +98,8 @@ def _after_stop(
 
     If only white space of the template follows the stop token in the completion, the environment continues there. If other white
     space follows it, or special tokens that end no completion, whether it closes the completion is unknown, and so it is if text
-    follows it that the message does not have. If the text of the message ends with them, they are a part of the message, which the
-    template writes in front of its stop token.
+    follows it in a cut completion and the message does not have it. If the text of the message ends with them, they are a part of
+    the message, which the template writes in front of its stop token.
     """
     written, text = last.token_ids, found.text
     if again := _closed_again(loaded, stop, ids, last):
@@ -126,8 +126,8 @@ def _after_stop(
 
 
 def _goes_on(loaded: LoadedTokenizer, stop: StopToken, last: Answered) -> bool:
-    """Return whether a completion has the stop token, but neither its message nor the template's completions do."""
-    if stop.id not in (last.token_ids or ()) or stop.id in loaded.probed.inside:
+    """Return whether a cut completion has the stop token, but neither its message nor the template's completions do."""
+    if last.finish_reason != "length" or stop.id not in (last.token_ids or ()) or stop.id in loaded.probed.inside:
         return False
     return not any(stop.text in text for text in strings(last.message.fields()))
 
