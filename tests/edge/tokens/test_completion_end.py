@@ -265,6 +265,20 @@ async def test_text_before_the_stop_token_closes_a_completion_that_was_cut(
     assert behind.endswith(shown)
 
 
+@pytest.mark.parametrize("content", ["It is eight", "It is eight."])
+async def test_text_behind_a_cut_completion_gets_no_space_from_its_tokenizer(ours, content) -> None:
+    """Phi's puts one in front of the first word of a text, and has a token that spans the full stop and the tag."""
+    template = ANSWER.replace("<|im_start|>", "<|user|>").replace("<|im_end|>", "<|end|>")
+    loaded, said = ours("phi-3.5", template), {**SAID, "content": content}
+    asked = loaded.encode(loaded.text([ASKED], Renderer(loaded, [], {})._frame))
+    ids = loaded.encode(loaded.text([ASKED], Renderer(loaded, [], {})._frame) + content)[len(asked) :]
+    found = await rendered(loaded, ids, said, "length")
+    assert found.exact
+    line = loaded.encode("\n")
+    assert found.predicted.closing == loaded.encode("\n</answer><|end|>")[len(line) :]
+    assert loaded.encode("</answer><|end|>") != found.predicted.closing
+
+
 async def test_a_text_that_a_message_ends_with_is_not_the_templates(ours, plain) -> None:
     """The model has written the template's text, but it is in the message, so the template writes all of its own behind it."""
     naive, said = plain("toy"), {**SAID, "content": "Eight.</answer></answer>"}
