@@ -44,11 +44,11 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         TOO_LARGE: "send or request less at once",
     }
 )
-# Objects in whose place clients send a text, as the Python client may.
+# Of objects in whose place clients send a text, as the Python client may.
 _EXAMPLES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        body.EndpointBody.__name__: '{"url": "http://localhost:9001"}',
-        body.Tokenizer.__name__: '{"name": "Qwen/Qwen3-8B"}',
+        body.EndpointBody.__name__: ', such as {"url": "http://localhost:9001"}',
+        body.Tokenizer.__name__: ', such as {"name": "Qwen/Qwen3-8B"}',
     }
 )
 
@@ -85,8 +85,7 @@ def _content(problem: Problem, request_id: str) -> bytes:
 def _field(violation: Mapping[str, Any]) -> dict[str, str]:
     text = violation["msg"]
     if violation["type"] == "model_type":  # pydantic's own text names a class of this package
-        shown = _EXAMPLES.get(violation["ctx"]["class_name"])
-        text = "Input should be a JSON object" + (f", such as {shown}" if shown else "")
+        text = "Input should be a JSON object" + _EXAMPLES.get(violation["ctx"]["class_name"], "")
     return {"field": field_path(violation["loc"])[:_MAX_FIELD], "message": text}
 
 

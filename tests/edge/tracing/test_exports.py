@@ -84,7 +84,7 @@ async def test_contents_by_request(exported: Exported, monkeypatch: pytest.Monke
 async def test_what_no_exporter_could_write(exported: Exported) -> None:
     """Long words are cut, and numbers fit. An exporter would drop all spans of a batch because of one."""
     call = {"id": "c" * 1000, "type": "function", "function": {"name": "n" * 1000, "arguments": "{}"}}
-    first = {"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "finish_reason": "f" * 1000}
+    first = {"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "finish_reason": "f" * 256}
     usage = {"prompt_tokens": 10**30, "completion_tokens": 10**30}
     line = Fault.raw(json.dumps({"choices": [first], "usage": usage}))
     async with stage(script=Script((line,)), trainer=PLAIN, retries=0) as here:
