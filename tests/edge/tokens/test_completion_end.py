@@ -426,3 +426,23 @@ async def test_a_template_that_leaves_its_last_message_open_closes_the_others_wi
     for written, closing in (("Eight.</answer><|im_end|>", ""), ("Eight.", "</answer><|im_end|>")):
         found = await rendered(loaded, naive.ids(written), finish_reason="length")
         assert (list(found.predicted.closing), found.exact) == (naive.ids(closing), True)
+
+
+@pytest.mark.parametrize(
+    ("end", "behind", "exact"),
+    [("", "\n\n", True), ("\n", "\n", True), ("\n\n", "", True), (" ", "\n\n", False), ("\n\n\n", "\n\n", False)],
+)
+async def test_white_space_behind_another_token_is_not_taken_for_an_open_completion(
+    ours, plain, end, behind, exact
+) -> None:
+    """The template closes completions of this conversation with another token than the probed one."""
+    other = f"message.role == 'assistant' and messages[0].content == '{ASKED['content']}'"
+    closed = f"{{{{- '<|endoftext|>\n\n' if {other} else '<|im_end|>\n' -}}}}"
+    loaded = ours("toy", CHATML.replace(" ~ '<|im_end|>\n' -}}", " -}}" + closed))
+    naive = plain("toy")
+    assert loaded.probed.final is not None
+    assert loaded.probed.final.text == "<|im_end|>"
+    found = await rendered(loaded, naive.ids(f"Eight.<|endoftext|>{end}"))
+    shown = naive.tokenizer.decode(list(found.predicted.environment))
+    assert (found.exact, list(found.predicted.closing)) == (exact, [])
+    assert shown == f"{behind}{NEXT.strip()}<|im_end|>\n<|im_start|>assistant\n"

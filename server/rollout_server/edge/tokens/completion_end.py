@@ -225,7 +225,9 @@ def _without_stop(
     if written is None:
         return PredictedTokens(Prediction(pack_tokens(), ids[1:] if found.ends_completion else ids))
     if ids and loaded.is_special(ids[0]):
-        return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
+        repeated = _repeated(loaded, written, ids)
+        spaced = None if repeated else _behind_space(loaded, found.text, ids, written)
+        return spaced or PredictedTokens(Prediction(pack_tokens(), ids[repeated:]))
     text, content = loaded.decode_exactly(written), last.message.fields().get("content")
     rest = _rendered_behind(turn, text, len(turn.full))
     if rest is not None:
@@ -237,6 +239,22 @@ def _without_stop(
     overlaps = any(text.endswith(found.text[:length]) for length in range(1, min(_MOST, len(found.text)) + 1))
     overlaps = overlaps or (loaded.is_special(written[-1]) and written[-1] in ids if written else False)
     return PredictedTokens(Prediction(pack_tokens(), ids), not overlaps)
+
+
+def _behind_space(loaded: LoadedTokenizer, text: str, ids: Tokens, written: Tokens) -> PredictedTokens | None:
+    """Return the tokens of `text` behind a completion that ends with the first of its `ids` and white space; None if it does not.
+
+    The template may write that white space too: the ids do not show it if the token after it strips it (`lstrip`).
+    """
+    end = next(
+        (at for at in range(len(written), 0, -1) if not loaded.decode_exactly(written[at - 1 : at]).isspace()), 0
+    )
+    space, rest = loaded.decode_exactly(written[end:]), text.removeprefix(loaded.decode_exactly(ids[:1]))
+    if not space or written[end - 1 : end] != ids[:1] or rest == text:
+        return None
+    if rest.startswith(space):
+        return PredictedTokens(Prediction(pack_tokens(), loaded.encode(rest[len(space) :])))
+    return PredictedTokens(Prediction(pack_tokens(), ids[1:]), exact=False)
 
 
 def _repeated(loaded: LoadedTokenizer, written: Tokens, ids: Tokens) -> int:
