@@ -6,13 +6,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 from opentelemetry import trace
 from osmosis.rollout.v1 import group_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server import Agent, Program, RewardResult, Run, own_loop, tool
 from rollout_server.calculator import Calculator, add
+from rollout_server.edge.tracing import attributes, contents
 from rollout_server.testing import TrainerDialect
 from rollout_server.testing.http.mock_engine import MockEngine
 from rollout_server.testing.script import Fault, FaultKind, Reception, Script, ScriptedReply
@@ -121,6 +124,22 @@ async def test_while_it_runs_what_has_ended_is_exported(exported: Exported) -> N
         assert exported.points["gen_ai.execute_tool.duration"][0].count == 1
         await here.stub.CancelRollouts(pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid])))
         await here.wait(uid)
+
+
+@pytest.mark.parametrize(("module", "name"), [(attributes, "completed_attributes"), (contents, "output_messages")])
+async def test_a_span_that_cannot_say_all_still_ends(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "true")
+    monkeypatch.setattr(module, name, fail)
+    async with stage() as here:
+        assert (await here.run()).HasField("stop")
+    ended = exported.named("chat")
+    assert ["gen_ai.usage.output_tokens" in (span.attributes or {}) for span in ended] == [module is contents] * 3
+    assert exported.points["gen_ai.client.operation.duration"][0].count == 3
 
 
 async def test_time_limit(exported: Exported) -> None:

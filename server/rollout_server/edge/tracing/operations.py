@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from time import perf_counter, time_ns
 from types import TracebackType
@@ -96,8 +97,10 @@ class EndedOperations:
                 self._guard.log(error)
 
 
-class TracedOperation:
-    """A part of a rollout: a context that yields itself, to be called with the result.
+class TracedOperation(ABC):
+    """A completion, a tool call or a delivery: a context that yields itself, to be called with the result.
+
+    Its methods except those of the context are called after its end, but `describe` also if somebody reads its span before.
 
     Args:
         rollout: to which it belongs.
@@ -130,22 +133,19 @@ class TracedOperation:
         self._span = span
         self._context = trace.set_span_in_context(span, context)
 
+    @abstractmethod
     def describe(self) -> Description:
         """Return name, kind and attributes with which the span begins."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result_attributes(self, result: Traced) -> made.Attributes:
         """Return what the result adds to the attributes."""
-        raise NotImplementedError
 
-    def input_contents(self) -> made.Attributes:
-        """Return messages or arguments, as attributes."""
+    def content_attributes(self, result: Traced | None) -> made.Attributes:
+        """Return messages, arguments and results, as attributes. Without a result there are only those that were sent."""
         return {}
 
-    def output_contents(self, result: Traced) -> made.Attributes:
-        """Return messages or results, as attributes."""
-        return {}
-
+    @abstractmethod
     def count(self, meters: Meters, seconds: float, error: str | None) -> None:
         """Count it with the metrics. `error`: its `error.type`."""
 
@@ -169,21 +169,24 @@ class TracedOperation:
 
     def write(self, meters: Meters | None, *, captures: bool) -> None:
         """End the span, and count the operation."""
-        result = self._result
-        found = {} if result is None else self.result_attributes(result)
-        found |= self._error
-        error = found.get(names.ERROR)
-        span = self._span
-        if span is not None:
-            if captures:
-                found |= self.input_contents() | ({} if result is None else self.output_contents(result))
-            if error is not None:
-                span.set_status(StatusCode.ERROR)
-            # A span of this server's own takes attributes as they are.
-            getattr(span, "add", span.set_attributes)(found)
-            span.end(self._ended_at)
-        if meters is not None:
-            self.count(meters, self._seconds, None if error is None else str(error))
+        span, result, error = self._span, self._result, None
+        try:
+            found = {} if result is None else self.result_attributes(result)
+            found |= self._error
+            error = found.get(names.ERROR)
+            if span is not None:
+                if error is not None:
+                    span.set_status(StatusCode.ERROR)
+                # A span of this server's own takes attributes as they are.
+                add = getattr(span, "add", span.set_attributes)
+                add(found)
+                if captures:
+                    add(self.content_attributes(result))
+        finally:  # what cannot be said must not cost the span or the count
+            if span is not None:
+                span.end(self._ended_at)
+            if meters is not None:
+                self.count(meters, self._seconds, None if error is None else str(error))
 
 
 def _error_attributes(error: BaseException) -> made.Attributes:
@@ -225,14 +228,17 @@ class TracedCompletion(TracedOperation):
         self._usage = made.usage_of(self.rollout, result)
         return made.completed_attributes(result, self._usage)
 
-    def input_contents(self) -> made.Attributes:
+    def content_attributes(self, result: Traced | None) -> made.Attributes:
         """See `TracedOperation`."""
         request = self._request
-        return {names.INPUT_MESSAGES: contents.input_messages(request.messages[: request.asked.messages])}
-
-    def output_contents(self, result: Traced) -> made.Attributes:
-        """See `TracedOperation`."""
-        return {names.OUTPUT_MESSAGES: contents.output_messages(result)} if isinstance(result, tuple | list) else {}
+        sent: made.Attributes = {
+            names.INPUT_MESSAGES: contents.input_messages(request.messages[: request.asked.messages])
+        }
+        return (
+            sent | {names.OUTPUT_MESSAGES: contents.output_messages(result)}
+            if isinstance(result, tuple | list)
+            else sent
+        )
 
     def count(self, meters: Meters, seconds: float, error: str | None) -> None:
         """See `TracedOperation`."""
@@ -240,7 +246,7 @@ class TracedCompletion(TracedOperation):
 
 
 class TracedToolCall(TracedOperation):
-    """A tool call."""
+    """A tool call. `started` is the record of its beginning."""
 
     __slots__ = ("_started",)
     kind = SpanKind.INTERNAL
@@ -258,13 +264,12 @@ class TracedToolCall(TracedOperation):
         """See `TracedOperation`."""
         return {names.ERROR: "tool_error"} if isinstance(result, ToolResult) and result.failed else {}
 
-    def input_contents(self) -> made.Attributes:
+    def content_attributes(self, result: Traced | None) -> made.Attributes:
         """See `TracedOperation`."""
-        return {names.TOOL_ARGUMENTS: contents.tool_text(self._started.call.arguments)}
-
-    def output_contents(self, result: Traced) -> made.Attributes:
-        """See `TracedOperation`."""
-        return {names.TOOL_RESULT: contents.tool_text(result.content)} if isinstance(result, ToolResult) else {}
+        sent: made.Attributes = {names.TOOL_ARGUMENTS: contents.tool_text(self._started.call.arguments)}
+        return (
+            sent | {names.TOOL_RESULT: contents.tool_text(result.content)} if isinstance(result, ToolResult) else sent
+        )
 
     def count(self, meters: Meters, seconds: float, error: str | None) -> None:
         """See `TracedOperation`."""
@@ -289,3 +294,6 @@ class TracedDelivery(TracedOperation):
         """See `TracedOperation`."""
         error = "" if isinstance(result, Sequence | ToolResult) else made.delivery_error(result)
         return {names.ERROR: error} if error else {}
+
+    def count(self, meters: Meters, seconds: float, error: str | None) -> None:
+        """Count nothing: Prometheus has the deliveries."""

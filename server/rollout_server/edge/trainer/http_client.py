@@ -15,6 +15,7 @@ from aiohttp.abc import AbstractResolver
 from aiohttp.http_exceptions import ContentEncodingError
 from yarl import URL
 
+from rollout_server.edge.targets.host_port import url_host
 from rollout_server.edge.targets.resolver import refusal_of
 from rollout_server.edge.tracing.conventions import ATTEMPT_FAILED
 from rollout_server.edge.tracing.propagation import add_event, trace_headers
@@ -69,8 +70,7 @@ class HttpRequest:
         """Host and port for messages. The rest of the URL may contain secrets."""
         parsed = URL(self.url, encoded=True)
         # Not `host`, which decodes punycode and raises UnicodeError where it is malformed.
-        host = parsed.raw_host or ""
-        return f"[{host}]:{parsed.port}" if ":" in host else f"{host}:{parsed.port}"
+        return f"{url_host(parsed.raw_host or '')}:{parsed.port}"
 
 
 @dataclass(frozen=True, slots=True)

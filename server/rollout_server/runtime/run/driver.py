@@ -372,7 +372,7 @@ def _time_over(rollout: Rollout, seconds: float) -> None:
 def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
     _log_failure(rollout, part, task)
     error = None if task.cancelled() else task.exception()
-    cause = error and cause_of(error)
+    cause = None if error is None else cause_of(error)
     if isinstance(cause, RolloutFailed):
         return cause.failure
     return _failure(rollout, f"agent's {part} failed", FailureClass.ENVIRONMENT)
